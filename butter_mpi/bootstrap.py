@@ -1,0 +1,291 @@
+"""From an MPI communicator to a ``Communicator``: bounded, compared, the same outcome on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from butter_mpi import launch, preflight
+from butter_mpi.collectives import check_plan
+from butter_mpi.communicator import Communicator
+from butter_mpi.control import Control, Overdue, Watch, duplicate
+from butter_mpi.ending import ENDING
+from butter_mpi.errors import (
+    NotSupportedError,
+    PreflightError,
+    StartError,
+    StartTimeoutError,
+)
+from butter_mpi.planes.base import Plane
+from butter_mpi.planes.host import HostPlane
+from butter_mpi.planes.solo import SoloPlane
+from butter_mpi.settings import FaultPolicy, Settings
+
+__all__ = ["abort_job", "init", "share_unique_id"]
+
+_UNIQUE_ID_BYTES = 128
+_ERROR_BYTES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one rank was asked for, and what it finds wrong with that itself."""
+
+    settings: Settings
+    plan: dict[str, Any] | None
+    failures: list[str]
+
+
+def init(
+    comm: Any = None,
+    *,
+    plane: str | None = None,
+    share_gpu: bool | None = None,
+    require_transport: str | None = None,
+    per_host_interfaces: bool | None = None,
+    plan: Mapping[str, Any] | None = None,
+    fault: FaultPolicy | None = None,
+) -> Communicator:
+    """Start: compare every rank's facts over MPI, then make the communicator; or refuse, the same on every rank.
+
+    All traffic is on duplicates of `comm`, every wait is bounded by the start deadline. What one rank finds wrong by
+    itself, its arguments and variables included, travels in its record, so that no rank waits for another's exception.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator, optional
+        The ranks that take part; default ``MPI.COMM_WORLD``. MPI thread level SERIALIZED or higher.
+    plane : {"auto", "nccl", "host"}, optional
+        The data plane. ``auto``: nccl if every rank has a CUDA device, host if none has.
+    share_gpu : bool, optional
+        Allow two ranks on one GPU.
+    require_transport : {"P2P", "SHM", "NET/IB", "NET/Socket"}, optional
+        The transport that must be verified to be in use.
+    per_host_interfaces : bool, optional
+        Allow interface names (``NCCL_SOCKET_IFNAME``, ``NCCL_IB_HCA``) to differ between hosts.
+    plan : mapping, optional
+        The first collective: ``operation``, ``count``, ``dtype``, ``op``, ``root``. It is compared, and held to.
+    fault : FaultPolicy, optional
+        Deadlines, and what a fault does.
+
+    Returns
+    -------
+    Communicator
+        Healthy, with the report of the comparison as ``preflight``.
+
+    Raises
+    ------
+    TypeError
+        `comm` is not an mpi4py intracommunicator.
+    PreflightError
+        Ranks differ or one cannot run; every finding, the same text on every rank.
+    StartTimeoutError
+        Not every rank came within the start deadline.
+    StartError
+        A step of the start failed on one rank.
+    NotSupportedError
+        The nccl plane, which this version does not have yet.
+
+    Notes
+    -----
+    **Collective**: every rank of `comm`. **Blocking**: until the communicator is made, at most the start deadline
+    (default 60 s). Arguments that are not given are read from ``BUTTER_MPI_*`` variables.
+    """
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise TypeError(f"comm must be an mpi4py intracommunicator; got {comm!r}")
+    arguments = {
+        "plane": plane,
+        "share_gpu": share_gpu,
+        "require_transport": require_transport,
+        "per_host_interfaces": per_host_interfaces,
+    }
+    asked = _asked(arguments, plan, fault, MPI)
+    ENDING.register(MPI)
+    return _Start(comm, MPI, asked).run()
+
+
+def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, mpi: Any) -> _Asked:
+    failures: list[str] = []
+
+    def attempt(make: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return make()
+        except (TypeError, ValueError, AttributeError) as error:
+            failures.append(f"init: {error}")
+            return otherwise
+
+    settings = attempt(lambda: Settings.resolve(os.environ, fault, **arguments), Settings())
+    checked = attempt(lambda: check_plan(plan), None)
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_SERIALIZED:
+        names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED"}
+        failures.append(
+            f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but from "
+            "any thread: needs SERIALIZED or higher (mpi4py.rc.thread_level = 'serialized', or mpi4py's default)"
+        )
+    return _Asked(settings, checked, failures)
+
+
+class _Start:
+    """The steps of one start, under one deadline."""
+
+    def __init__(self, comm: Any, mpi: Any, asked: _Asked) -> None:
+        self._comm, self._mpi, self._asked = comm, mpi, asked
+        self._settings = asked.settings
+        self._watch = Watch(asked.settings.start_deadline)
+        self._who = f"rank {comm.rank}/{comm.size} on {socket.gethostname()}"
+        self._phase = "begin"
+
+    def run(self) -> Communicator:
+        """Take every step; a step that is overdue is named."""
+        record = self._collect()
+        try:
+            return self._connect(record) if self._comm.size > 1 else self._alone(record)
+        except Overdue as error:
+            raise StartTimeoutError(
+                f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start deadline "
+                f"{self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a longer "
+                "start_deadline",
+                phase=error.phase,
+                elapsed=error.elapsed,
+            ) from None
+
+    def _collect(self) -> dict[str, Any]:
+        world = self._mpi.COMM_WORLD
+        return preflight.collect_record(
+            self._settings,
+            launch.read_launch(os.environ),
+            self._comm.rank,
+            self._comm.size,
+            plan=self._asked.plan,
+            failures=self._asked.failures,
+            extra={
+                "comm_world_size": world.size,
+                "comm_world_rank": world.rank,
+                "mpi_library": self._mpi.Get_library_version().strip("\0\n "),
+                "thread_level": self._mpi.Query_thread(),
+            },
+        )
+
+    def _alone(self, record: dict[str, Any]) -> Communicator:
+        report = _passed(preflight.judge([record]))
+        return self._made(SoloPlane(**self._options()), report, record)
+
+    def _connect(self, record: dict[str, Any]) -> Communicator:
+        control = Control(duplicate(self._comm, self._mpi, self._watch), self._mpi)
+        try:
+            report = _passed(compare(control, record, self._watch))
+            if report.plane != "host":
+                raise NotSupportedError(
+                    f"the {report.plane} plane is not in this version of butter_mpi; plane='host' (--plane host, "
+                    "BUTTER_MPI_PLANE=host) runs the same operations on host memory",
+                    needs="a later version of butter_mpi",
+                )
+            data = duplicate(self._comm, self._mpi, self._watch)
+            reserve = duplicate(self._comm, self._mpi, self._watch)
+        except (PreflightError, NotSupportedError):
+            # Every rank is here with the same error, and nothing is under way: the duplicate can go.
+            control.free()
+            raise
+        plane = HostPlane(
+            (control, data, reserve), self._mpi, start_deadline=self._settings.start_deadline, **self._options()
+        )
+        return self._made(plane, report, record)
+
+    def _options(self) -> dict[str, Any]:
+        return {"who": self._who, "deadline": self._settings.collective_deadline, "on_poison": self._poisoned}
+
+    def _poisoned(self, plane: Plane) -> None:
+        ENDING.broken(plane)
+        cause = plane.health.cause
+        if self._settings.action == "abort" and cause is not None:
+            os.write(
+                2, f"butter_mpi: {cause.message}\nbutter_mpi: {self._who}: ending the job (action abort)\n".encode()
+            )
+            abort_job(1)
+
+    def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
+        ENDING.watch(plane)
+        return Communicator(
+            plane,
+            preflight=report,
+            settings=self._settings,
+            record=record,
+            plan=self._asked.plan,
+            orphan=ENDING.orphan,
+        )
+
+
+def compare(control: Control, record: dict[str, Any], watch: Watch) -> preflight.PreflightReport:
+    """Exchange fixed-size digests, full records only where those differ; the same report on every rank."""
+    digests = control.all_gather(preflight.digest(record), watch, "comparing preflight digests")
+    if not preflight.needs_full(digests):
+        return preflight.report_from_digests(digests, record)
+    return preflight.judge(preflight_records(control, record, watch))
+
+
+def preflight_records(control: Control, record: dict[str, Any], watch: Watch) -> list[dict[str, Any]]:
+    """Return every rank's full record."""
+    return [
+        json.loads(payload)
+        for payload in control.all_gather_any(json.dumps(record).encode(), watch, "comparing preflight records")
+    ]
+
+
+def _passed(report: preflight.PreflightReport) -> preflight.PreflightReport:
+    if not report.ok:
+        raise PreflightError(report.text(), report=report)
+    return report
+
+
+def share_unique_id(control: Control, make_id: Callable[[], bytes], watch: Watch) -> bytes:
+    """Return rank 0's unique ID on every rank, or raise rank 0's failure on every rank.
+
+    Parameters
+    ----------
+    control : Control
+        The control plane.
+    make_id : callable
+        Makes the 128 bytes (``ncclGetUniqueId``); called on rank 0 only.
+    watch : Watch
+        The start deadline.
+
+    Returns
+    -------
+    bytes
+        128 bytes, zero bytes included.
+
+    Raises
+    ------
+    StartError
+        It could not be made on rank 0: the same text on every rank.
+    """
+    payload = bytes(1 + _ERROR_BYTES)
+    if control.rank == 0:
+        try:
+            payload = b"\1" + make_id()
+        except Exception as error:  # whatever it is, the other ranks wait for this message
+            payload = b"\0" + str(error).encode()[:_ERROR_BYTES]
+    payload = control.broadcast(payload.ljust(1 + _ERROR_BYTES, b"\0"), 0, watch, "carrying the unique ID")
+    if payload[0]:
+        return payload[1 : 1 + _UNIQUE_ID_BYTES]
+    reason = payload[1:].rstrip(b"\0").decode(errors="replace")
+    raise StartError(f"rank 0/{control.size}: start: no unique ID: {reason}", phase="unique ID", elapsed=watch.elapsed)
+
+
+def abort_job(status: int) -> NoReturn:
+    """End every rank of the job with MPI_Abort, bounded by an alarm.
+
+    Parameters
+    ----------
+    status : int
+        The exit status to ask the launcher for.
+    """
+    ENDING.abort_job(status)

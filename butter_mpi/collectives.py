@@ -1,0 +1,153 @@
+"""Operations as data: what each one reads, writes and tells the other ranks.
+
+One row of :data:`RULES` per operation, so that one checked path serves all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from butter_mpi.enums import DType, ReduceOp
+
+__all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "signature"]
+
+_INSIDE = ("butter_mpi.communicator", "butter_mpi.planes", "butter_mpi.lane", "contextlib")
+_LONGEST_SITE = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which buffers an operation has (in blocks of ``count`` elements; -1: one a rank), and who takes part."""
+
+    send_blocks: int
+    recv_blocks: int
+    reduces: bool = False
+    rooted: bool = False
+    paired: bool = False
+
+
+RULES: Mapping[str, Rule] = {
+    "all_reduce": Rule(1, 1, reduces=True),
+    "all_gather": Rule(1, -1),
+    "reduce_scatter": Rule(-1, 1, reduces=True),
+    "broadcast": Rule(1, 1, rooted=True),
+    "barrier": Rule(0, 0),
+    "send": Rule(1, 0, paired=True),
+    "recv": Rule(0, 1, paired=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One submission: everything that a plane needs, and where the call stands in the user's program."""
+
+    kind: str
+    count: int
+    dtype: DType
+    send: int = 0
+    recv: int = 0
+    op: ReduceOp | None = None
+    root: int | None = None
+    peer: int | None = None
+    site: str = "?"
+    waits_for_ever: bool = False
+    keep: tuple[Any, ...] = field(default=(), compare=False)
+
+    @property
+    def rule(self) -> Rule:
+        """Return the row of :data:`RULES`."""
+        return RULES[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return self.count * self.dtype.itemsize
+
+
+def signature(operation: Operation, number: int) -> dict[str, Any]:
+    """Return what other ranks compare (all keys but ``at``) and are told (``at``, the call site)."""
+    return {
+        "n": number,
+        "kind": operation.kind,
+        "count": operation.count,
+        "dtype": operation.dtype.label,
+        "op": operation.op.label if operation.op else None,
+        "root": operation.root,
+        "at": operation.site,
+    }
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """Return a signature as people read it: ``all_reduce #41 (float32 x 1024, sum) at train.py:33``."""
+    facts = f"{record['dtype']} x {record['count']}"
+    if record["op"]:
+        facts += f", {record['op']}"
+    if record["root"] is not None:
+        facts += f", root {record['root']}"
+    return f"{record['kind']} #{record['n']} ({facts}) at {record['at']}"
+
+
+def call_site() -> str:
+    """Return ``folder/file.py:line`` of the innermost caller outside this library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    parts = frame.f_code.co_filename.rsplit(os.sep, 2)
+    return f"{os.sep.join(parts[-2:])}:{frame.f_lineno}"[-_LONGEST_SITE:]
+
+
+_PLAN_KEYS = ("operation", "count", "dtype", "op", "root")
+
+
+def check_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the planned first collective in one form, or ``None``.
+
+    Parameters
+    ----------
+    plan : mapping, optional
+        ``operation`` (one of the collectives), ``count`` (elements of one block), ``dtype``, and ``op`` or ``root``
+        where the operation has one.
+
+    Returns
+    -------
+    dict or None
+        All five keys, in names and numbers.
+
+    Raises
+    ------
+    ValueError
+        An unknown key or operation, or a value that the operation does not have.
+    """
+    if plan is None:
+        return None
+    _known("plan key", plan, _PLAN_KEYS)
+    kind = plan.get("operation")
+    collectives = [name for name, rule in RULES.items() if not rule.paired]
+    _known("plan operation", [kind], collectives)
+    rule, count = RULES[str(kind)], plan.get("count", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"plan count must be a number of elements, 0 or more; got {count!r}")
+    for key, wanted in (("op", rule.reduces), ("root", rule.rooted)):
+        if (plan.get(key) is not None) != wanted:
+            raise ValueError(f"plan: {kind} {'needs' if wanted else 'has no'} {key!r}; got {plan.get(key)!r}")
+    return {
+        "operation": kind,
+        "count": count,
+        "dtype": DType.parse(plan.get("dtype", "uint8")).label,
+        "op": ReduceOp.parse(plan["op"]).label if rule.reduces else None,
+        "root": plan.get("root"),
+    }
+
+
+def _known(what: str, found: Iterable[Any], allowed: Iterable[str]) -> None:
+    allowed = tuple(allowed)
+    for name in found:
+        if name not in allowed:
+            raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {name!r}")

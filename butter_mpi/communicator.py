@@ -1,0 +1,582 @@
+"""The communicator: collectives on arrays, identity and lifecycle."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from butter_mpi.buffers import ArrayView, check_pair, view
+from butter_mpi.collectives import RULES, Operation, call_site
+from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.errors import PeerLostError
+from butter_mpi.planes import CommBackend
+from butter_mpi.planes.base import Plane
+
+__all__ = ["Communicator"]
+
+_POLL_SECONDS = 0.005
+
+
+class Communicator:
+    """The ranks of a job, and the operations between them.
+
+    Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after every
+    check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons nothing. On
+    the ``host`` and ``solo`` planes arrays are NumPy arrays (ml_dtypes' types too), ``stream`` is ``None``, and an
+    operation has completed when it returns.
+
+    As a context manager: a normal exit closes, an exception aborts.
+    """
+
+    def __init__(
+        self,
+        plane: Plane,
+        *,
+        preflight: Any,
+        settings: Any,
+        record: Mapping[str, Any],
+        plan: Mapping[str, Any] | None,
+        orphan: Callable[[Plane], None],
+    ) -> None:
+        self._plane = plane
+        self._orphan = orphan
+        self._plan = plan
+        self._record = dict(record)
+        self.preflight = preflight
+        self.settings = settings
+        self.records: list[dict[str, Any]] = []
+
+    # -- identity ----------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 to ``world_size - 1``."""
+        return self._plane.rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._plane.world_size()
+
+    @property
+    def plane(self) -> str:
+        """The data plane that runs: ``"host"``, ``"solo"`` or ``"nccl"``."""
+        return self._plane.NAME
+
+    @property
+    def sequence(self) -> int:
+        """The number of collectives submitted; the next one takes the number after it."""
+        return self._plane.sequence
+
+    @property
+    def backend(self) -> CommBackend:
+        """The data plane itself: operations on raw pointers and byte counts."""
+        return self._plane
+
+    def __repr__(self) -> str:
+        state = self._plane.health.closed or ("poisoned" if self._plane.health.cause else "healthy")
+        return f"<Communicator {self._plane.who}, plane {self.plane}, #{self.sequence}, {state}>"
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, sendbuf: Any, recvbuf: Any = None, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+    ) -> None:
+        """Reduce `n` elements over all ranks; every rank gets the `n` results.
+
+        float16, bfloat16 and float8 are reduced in single precision and rounded once on the host plane; integers wrap.
+
+        Parameters
+        ----------
+        sendbuf : array, n elements
+            This rank's contribution.
+        recvbuf : array, n elements of the same dtype, optional
+            Where the result goes; without it, `sendbuf` (in place).
+        op : ReduceOp or str, default sum
+            The reduction operator.
+        stream : None
+            The ordered stream; the host planes have only the caller.
+
+        Raises
+        ------
+        TypeError
+            A buffer that is no array of this plane's memory.
+        ValueError
+            Counts, dtypes, strides, overlap, `op` or `stream` are wrong. Nothing was sent.
+        CommunicatorBrokenError
+            Ranks differ, one is lost, or one did not come by the collective deadline. The communicator is poisoned and
+            the output is undefined.
+        CommunicatorClosedError
+            It was closed or aborted, or this process is a fork.
+
+        Notes
+        -----
+        **Collective**: every rank calls it, in the same order, with the same `n`, dtype and `op`.
+        **Stream**: ordered after what the stream holds, before what comes later.
+        **Blocking**: on the host planes, until the result is there; else until it is enqueued.
+        **In place**: without `recvbuf`, or when both are the same array.
+
+        See Also
+        --------
+        reduce_scatter : Each rank keeps one share. The C function is ``ncclAllReduce`` (``MPI_Iallreduce``).
+        """
+        self._two("all_reduce", sendbuf, recvbuf, stream, op=ReduceOp.parse(op))
+
+    def broadcast(self, buf: Any, root: int = 0, *, stream: Any = None) -> None:
+        """Copy root's `n` elements to every rank.
+
+        Parameters
+        ----------
+        buf : array, n elements
+            Read on `root`, written on the others.
+        root : int, default 0
+            The rank whose elements are copied.
+        stream : None
+            As for ``all_reduce``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong buffer, `root` or `stream`; nothing was sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: every rank, same order, same `n`, dtype and `root`. **Stream**, **Blocking**: as for
+        ``all_reduce``. **In place**: always.
+
+        See Also
+        --------
+        all_gather : The C function is ``ncclBroadcast`` (``MPI_Ibcast``).
+        """
+        self._check_rank("broadcast", "root", root)
+        whole = self._view("broadcast", "buf", buf, writable=root != self.rank)
+        self._submit("broadcast", whole.count, whole, whole, stream, root=root)
+
+    def all_gather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None) -> None:
+        """Gather `n` elements from each rank; every rank gets ``world_size * n`` in rank order.
+
+        Parameters
+        ----------
+        sendbuf : array, n elements
+            This rank's block.
+        recvbuf : array, world_size * n elements of the same dtype
+            All blocks; exactly that many.
+        stream : None
+            As for ``all_reduce``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong buffer, count or `stream`; nothing was sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: every rank, same order, same `n` and dtype. **Stream**, **Blocking**: as for ``all_reduce``.
+        **In place**: when `sendbuf` is this rank's block of `recvbuf`; no other overlap is taken.
+
+        See Also
+        --------
+        broadcast : The C function is ``ncclAllGather`` (``MPI_Iallgather``).
+        """
+        self._two("all_gather", sendbuf, recvbuf, stream)
+
+    def reduce_scatter(
+        self, sendbuf: Any, recvbuf: Any, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+    ) -> None:
+        """Reduce ``world_size * n`` elements over all ranks; rank `r` gets the `r`-th `n` of the results.
+
+        Parameters
+        ----------
+        sendbuf : array, world_size * n elements
+            This rank's contribution; exactly that many, no remainder.
+        recvbuf : array, n elements of the same dtype
+            This rank's share of the result.
+        op : ReduceOp or str, default sum
+            The reduction operator.
+        stream : None
+            As for ``all_reduce``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong buffer, count, `op` or `stream`; nothing was sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: every rank, same order, same `n`, dtype and `op`. **Stream**, **Blocking**: as for
+        ``all_reduce``. **In place**: when `recvbuf` is this rank's share of `sendbuf`; no other overlap is taken.
+
+        See Also
+        --------
+        all_reduce : The C function is ``ncclReduceScatter`` (``MPI_Ireduce_scatter_block``).
+        """
+        self._two("reduce_scatter", sendbuf, recvbuf, stream, op=ReduceOp.parse(op))
+
+    def barrier(self, *, stream: Any = None) -> None:
+        """Order every rank's later work after every rank's earlier work.
+
+        Parameters
+        ----------
+        stream : None
+            As for ``all_reduce``.
+
+        Raises
+        ------
+        ValueError
+            A wrong `stream`; nothing was sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: every rank. **Stream**: on it. **Blocking**: on the host planes, until every rank has come.
+        **In place**: no buffers.
+
+        See Also
+        --------
+        all_reduce : NCCL has no barrier; its plane reduces one element of its own.
+        """
+        self._submit("barrier", 0, None, None, stream)
+
+    def send(self, buf: Any, peer: int, *, stream: Any = None) -> None:
+        """Send `n` elements to one rank, which calls ``recv`` with the same `n` and dtype.
+
+        Parameters
+        ----------
+        buf : array, n elements
+            What is sent.
+        peer : int
+            The receiving rank; this rank itself only inside a group that also has the ``recv``.
+        stream : None
+            As for ``all_reduce``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong buffer, `peer` or `stream`; nothing was sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: no; the two ranks pair their calls in order. **Stream**: as for ``all_reduce``. **Blocking**: on
+        the host planes, until the peer receives: exchanges both ways belong in one ``group``. **In place**: no.
+
+        See Also
+        --------
+        recv, group : The C function is ``ncclSend`` (``MPI_Isend``).
+        """
+        self._check_rank("send", "peer", peer)
+        whole = self._view("send", "buf", buf, writable=False)
+        self._submit("send", whole.count, whole, None, stream, peer=peer)
+
+    def recv(self, buf: Any, peer: int, *, stream: Any = None) -> None:
+        """Receive `n` elements from one rank, which calls ``send`` with the same `n` and dtype.
+
+        Parameters
+        ----------
+        buf : array, n elements
+            Where they go.
+        peer : int
+            The sending rank.
+        stream : None
+            As for ``all_reduce``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong buffer, `peer` or `stream`; nothing was sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: no; the two ranks pair their calls in order. **Stream**, **Blocking**: as for ``send``.
+        **In place**: no.
+
+        See Also
+        --------
+        send, group : The C function is ``ncclRecv`` (``MPI_Irecv``).
+        """
+        self._check_rank("recv", "peer", peer)
+        whole = self._view("recv", "buf", buf, writable=True)
+        self._submit("recv", whole.count, None, whole, stream, peer=peer)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Submit the operations of the body together, at its end.
+
+        Collectives run in program order, pairs beside them, so sends and receives in any order cannot wait for one
+        another. The lane is held for the whole body, by this thread. If the body raises, nothing of it is sent and no
+        number is taken.
+
+        Yields
+        ------
+        None
+            The body; results are there after it.
+
+        Raises
+        ------
+        ValueError
+            A send to this rank itself without its recv.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: as its operations are. **Stream**, **Blocking**: as for ``all_reduce``, at the end of the body.
+        **In place**: as its operations are.
+
+        See Also
+        --------
+        send, recv : The C functions are ``ncclGroupStart`` and ``ncclGroupEnd``.
+        """
+        self._plane.group_start()
+        try:
+            yield
+        except BaseException:
+            self._plane.group_discard()
+            raise
+        self._plane.group_end()
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Return every rank's small value, over the control plane.
+
+        Parameters
+        ----------
+        value : JSON value
+            Of this rank: ``None``, bool, number, string, list or dict.
+
+        Returns
+        -------
+        list
+            The values in rank order, equal on every rank.
+
+        Raises
+        ------
+        TypeError
+            Not a JSON value; nothing was sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+
+        Notes
+        -----
+        **Collective**: every rank, in order with the collectives; it takes no sequence number. **Stream**: none.
+        **Blocking**: until every rank has come. **In place**: no.
+
+        See Also
+        --------
+        all_gather : The same for arrays, over the data plane.
+        """
+        payload = json.dumps(value).encode()
+        return [json.loads(x) for x in self._plane.all_gather_json(payload)]
+
+    # -- health and lifecycle ----------------------------------------------------------------------------------------
+
+    def is_healthy(self) -> bool:
+        """Return whether the next operation would be taken, by what is known now.
+
+        Returns
+        -------
+        bool
+            False once it is closed, or poisoned until a reconnect succeeds.
+        """
+        return self._plane.is_healthy()
+
+    def check_async_error(self) -> None:
+        """Raise the first cause if this communicator is poisoned, or a peer has said that it is.
+
+        Raises
+        ------
+        CommunicatorBrokenError
+            The first cause, on every call.
+        CommunicatorClosedError
+            It was closed or aborted.
+        """
+        self._plane.check()
+
+    def wait_for_async_error(self, timeout: float) -> None:
+        """Look for a failure for up to `timeout` seconds; return when none came.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds.
+
+        Raises
+        ------
+        CommunicatorBrokenError
+            The first cause, as soon as it is known.
+        CommunicatorClosedError
+            It was closed or aborted.
+        """
+        end = time.monotonic() + timeout
+        self.check_async_error()
+        while (left := end - time.monotonic()) > 0:
+            threading.Event().wait(min(_POLL_SECONDS, left))
+            self.check_async_error()
+
+    def attempt_reconnect(self) -> None:
+        """Make this communicator anew with every rank, after a failure that all of them survived.
+
+        The old one is given up, the bootstrap is repeated over the reserve communicator. The sequence goes on after the
+        largest number of any rank; registered handles are void.
+
+        Raises
+        ------
+        CollectiveTimeoutError
+            Not every rank came within the start deadline; no second attempt is possible.
+        CommunicatorClosedError
+            It was closed or aborted.
+        ValueError
+            Inside a group.
+
+        Notes
+        -----
+        **Collective**: every rank calls it together, the failed and the told ones alike. **Blocking**: bounded by the
+        start deadline.
+        """
+        self._plane.attempt_reconnect()
+
+    def close(self) -> None:
+        """End the communicator: peers that still count on this rank are told that it left.
+
+        Waits for nobody; a second time, after ``abort`` or after ``MPI.Finalize`` it does nothing.
+        """
+        self._plane.close()
+
+    def abort(self, reason: str = "") -> None:
+        """Give the communicator up: every peer is told and raises `reason` when it next comes here.
+
+        Parameters
+        ----------
+        reason : str, optional
+            What went wrong.
+        """
+        rank = self.rank
+        cause = PeerLostError(
+            f"{self._plane.who}: aborted after {self._plane.last or 'no operation'}: {reason or 'no reason given'}",
+            lost_ranks=(rank,),
+            sequence=self.sequence,
+            phase="abort",
+        )
+        self._plane.close("aborted", cause)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(f"{type(error).__name__}: {error}")
+
+    def __del__(self, _warn: Callable[..., None] = warnings.warn) -> None:
+        plane = self.__dict__.get("_plane")
+        if plane is not None and not plane.health.closed:
+            _warn(f"{self!r} was dropped without close(); use it as a context manager", ResourceWarning, stacklevel=2)
+            self._orphan(plane)
+
+    # -- arguments ---------------------------------------------------------------------------------------------------
+
+    def gather_records(self) -> list[dict[str, Any]]:
+        """Return every rank's full preflight record, over the control plane; every rank calls it.
+
+        Returns
+        -------
+        list of dict
+            In rank order; also kept as ``records``.
+
+        Raises
+        ------
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for ``all_reduce``.
+        """
+        self.records = self.all_gather_json(self._record)
+        return self.records
+
+    def _what(self, kind: str) -> str:
+        return f"{self._plane.who}: {kind} #{self.sequence + 1}"
+
+    def _view(self, kind: str, name: str, array: Any, *, writable: bool) -> ArrayView:
+        return view(array, f"{self._what(kind)}: {name}", writable=writable)
+
+    def _check_rank(self, kind: str, name: str, value: int) -> None:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{self._what(kind)}: {name} must be an int; got {type(value).__name__}")
+        if not 0 <= value < self.world_size:
+            raise ValueError(f"{self._what(kind)}: {name} must be from 0 to {self.world_size - 1}; got {value}")
+
+    def _two(self, kind: str, sendbuf: Any, recvbuf: Any, stream: Any, op: ReduceOp | None = None) -> None:
+        rule, size = RULES[kind], self.world_size
+        in_place = recvbuf is None and kind == "all_reduce"
+        send = self._view(kind, "sendbuf", sendbuf, writable=in_place)
+        recv = send if in_place else self._view(kind, "recvbuf", recvbuf, writable=True)
+        blocks = [size if n < 0 else n for n in (rule.send_blocks, rule.recv_blocks)]
+        count = check_pair(send, recv, *blocks, self.rank, self._what(kind))
+        self._submit(kind, count, send, recv, stream, op=op)
+
+    def _submit(
+        self,
+        kind: str,
+        count: int,
+        send: ArrayView | None,
+        recv: ArrayView | None,
+        stream: Any,
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        peer: int | None = None,
+    ) -> None:
+        if stream is not None:
+            raise ValueError(f"{self._what(kind)}: the {self.plane} plane has no streams; stream must be None")
+        buffers = [b for b in (send, recv) if b is not None]
+        operation = Operation(
+            kind,
+            count,
+            buffers[0].dtype if buffers else DType.UINT8,
+            send.pointer if send else 0,
+            recv.pointer if recv else 0,
+            op,
+            None if root is None else int(root),
+            None if peer is None else int(peer),
+            call_site(),
+            keep=tuple(b.owner for b in buffers),
+        )
+        if not operation.rule.paired:
+            self._hold_to_plan(operation)
+        self._plane.submit(operation)
+
+    def _hold_to_plan(self, operation: Operation) -> None:
+        """Refuse a first collective that is not the planned one."""
+        if self._plan is None:
+            return
+        found = {
+            "operation": operation.kind,
+            "count": operation.count,
+            "dtype": operation.dtype.label,
+            "op": operation.op.label if operation.op else None,
+            "root": operation.root,
+        }
+        differing = [
+            f"{key} {found[key]!r}, planned {self._plan[key]!r}" for key in found if found[key] != self._plan[key]
+        ]
+        if differing:
+            raise ValueError(
+                f"{self._what(operation.kind)}: not the collective that init(plan=...) declared: {', '.join(differing)}"
+            )
+        self._plan = None

@@ -1,0 +1,110 @@
+"""The one submission lane of this process, and the health of what is submitted on it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from butter_mpi.errors import ButterError, CommunicatorBrokenError, CommunicatorClosedError
+
+__all__ = ["LANE", "Health", "Lane"]
+
+
+class Lane:
+    """Serialises submissions of all communicators: one thread at a time, a group as a whole.
+
+    The lock is re-entrant: the thread that holds a group goes on submitting; another one waits its turn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder = ""
+        self._pid = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that the lane was made in."""
+        return os.getpid() != self._pid
+
+    def take(self, who: str, what: str, patience: float) -> None:
+        """Wait for the turn, then hold the lane until :meth:`give`.
+
+        Raises
+        ------
+        ButterError
+            Another thread held the lane for longer than `patience` seconds; nothing was sent.
+        CommunicatorClosedError
+            This process is a fork: a communicator belongs to the process that made it.
+        """
+        if self.forked:
+            raise CommunicatorClosedError(
+                f"{who}: {what}: the communicator belongs to process {self._pid}, and this is its forked child "
+                f"{os.getpid()}; use it in the parent, or start ranks with the launcher"
+            )
+        if not self._lock.acquire(timeout=patience):
+            raise ButterError(
+                f"{who}: {what}: the lane was held for {patience:g} s by {self._holder}; nothing was sent. "
+                "Submit from one thread, or end the group that the other thread opened"
+            )
+        self._holder = f"thread {threading.current_thread().name} in {what}"
+
+    def give(self) -> None:
+        """Give one hold back."""
+        self._lock.release()
+
+    @contextmanager
+    def held(self, who: str, what: str, patience: float) -> Iterator[None]:
+        """Hold the lane for the body."""
+        self.take(who, what, patience)
+        try:
+            yield
+        finally:
+            self.give()
+
+    @contextmanager
+    def tried(self) -> Iterator[bool]:
+        """Hold the lane for the body if it is free now; yields whether it is held."""
+        got = not self.forked and self._lock.acquire(blocking=False)
+        try:
+            yield got
+        finally:
+            if got:
+                self._lock.release()
+
+
+LANE = Lane()
+
+
+class Health:
+    """Whether a communicator takes operations: healthy, poisoned by a first cause, or closed."""
+
+    def __init__(self) -> None:
+        self.cause: CommunicatorBrokenError | None = None
+        self.closed = ""
+
+    def poison(self, cause: CommunicatorBrokenError) -> bool:
+        """Keep the first cause; returns whether this is it."""
+        first = self.cause is None
+        if first:
+            self.cause = cause
+        return first
+
+    def check(self, who: str, what: str) -> None:
+        """Raise if no operation is taken.
+
+        Raises
+        ------
+        CommunicatorClosedError
+            It was closed or aborted here.
+        CommunicatorBrokenError
+            The first cause, again (a copy: an exception instance belongs to the place that raised it).
+        """
+        if self.closed:
+            raise CommunicatorClosedError(
+                f"{who}: {what}: the communicator was {self.closed}; make a new one with init"
+            )
+        if self.cause is not None:
+            raise copy.copy(self.cause)

@@ -1,0 +1,387 @@
+"""What all planes share: the twenty methods as operations, and the one path on which operations are submitted."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from butter_mpi.collectives import RULES, Operation, call_site, describe, signature
+from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.errors import ButterError, CommunicatorBrokenError
+from butter_mpi.lane import LANE, Health
+
+__all__ = ["HOST_STREAM", "Numbered", "Plane"]
+
+HOST_STREAM = 0
+"""The one stream of host memory: the caller itself, one operation at a time."""
+
+Numbered = tuple[Operation, dict[str, Any]]
+_CLOSE_PATIENCE = 1.0
+_LARGEST = 2**63
+
+
+def _whole(name: str, value: int, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
+    if not low <= value < high:
+        raise ValueError(f"{name} must be from {low} to {high - 1}; got {value}")
+    return value
+
+
+class Plane(ABC):
+    """Base of the planes; see ``CommBackend`` for the twenty methods.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        Identity.
+    who : str
+        This rank, as messages name it.
+    deadline : float
+        The collective deadline in seconds.
+    on_poison : callable
+        Called once with this plane when it is poisoned (the bootstrap ends the job there if asked to).
+    """
+
+    NAME: str
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        who: str,
+        deadline: float,
+        on_poison: Callable[[Plane], None] = lambda _plane: None,
+    ) -> None:
+        self._rank, self._world_size = rank, world_size
+        self.who, self.deadline = who, deadline
+        self.stream = HOST_STREAM
+        self.health = Health()
+        self.sequence = 0
+        self.last = ""
+        self._pairs: dict[int, int] = {}
+        self._on_poison = on_poison
+        self._group: list[Operation] | None = None
+        self._group_marks: list[int] = []
+        self._group_thread = 0
+        self._handles: dict[int, tuple[int, int]] = {}
+        self._next_handle = itertools.count(1)
+        self._add_kernel = 0
+
+    # -- the one path ------------------------------------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> None:
+        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group."""
+        with LANE.held(self.who, operation.kind, self.deadline):
+            self._check(operation.kind)
+            if self._group is None:
+                self._run([operation])
+            else:
+                self._group.append(operation)
+
+    def _run(self, operations: Sequence[Operation]) -> None:
+        ordered = self._ordered(operations)
+        self._check_own_pairs(ordered)
+        numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
+        with self._poisoning(numbered[0][1]):
+            self._execute(numbered)
+        self.last = describe(numbered[-1][1])
+
+    @contextmanager
+    def _poisoning(self, record: dict[str, Any]) -> Iterator[None]:
+        """Poison this communicator with whatever ends the body."""
+        try:
+            yield
+        except CommunicatorBrokenError as error:
+            self.poison(error)
+            raise
+        except BaseException as error:
+            self.poison(self._interrupted(record, error))
+            raise
+
+    @abstractmethod
+    def _execute(self, numbered: Sequence[Numbered]) -> None:
+        """Move the data of operations that are numbered and in the order that all ranks agree on."""
+
+    @abstractmethod
+    def _reconnect(self) -> None:
+        """Make the communicator anew, with every other rank."""
+
+    def _announce(self, cause: CommunicatorBrokenError) -> None:
+        """Tell the peers the first cause."""
+
+    def _listen(self) -> None:
+        """Take news of the peers."""
+
+    def _release(self) -> None:
+        """Say goodbye and give the plane's resources back; called once, on the lane where it can be had."""
+
+    def _ordered(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Return collectives in program order, then each pair's half from the lower rank first: the same on both."""
+
+        def key(operation: Operation) -> tuple[int, int]:
+            if not operation.rule.paired:
+                return (-1, 0)
+            assert operation.peer is not None
+            mine_first = self._rank <= operation.peer
+            return (operation.peer, int((operation.kind == "send") != mine_first))
+
+        return sorted(operations, key=key)
+
+    def _number(self, operation: Operation) -> int:
+        if operation.rule.paired:
+            assert operation.peer is not None
+            number = self._pairs[operation.peer] = self._pairs.get(operation.peer, 0) + 1
+            return number
+        self.sequence += 1
+        return self.sequence
+
+    def _check_own_pairs(self, operations: Sequence[Operation]) -> None:
+        for send, recv in self._own_pairs(operations):
+            if send is None or recv is None or (send.count, send.dtype) != (recv.count, recv.dtype):
+                raise ValueError(
+                    f"{self.who}: a send to this rank itself needs its recv, of the same count and dtype, in one group"
+                )
+
+    def _own_pairs(self, operations: Sequence[Operation]) -> list[tuple[Operation | None, Operation | None]]:
+        own = [operation for operation in operations if operation.peer == self._rank]
+        sends = [operation for operation in own if operation.kind == "send"]
+        return list(itertools.zip_longest(sends, [operation for operation in own if operation.kind == "recv"]))
+
+    def _interrupted(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
+        return CommunicatorBrokenError(
+            f"{self.who}: {describe(record)}: interrupted by {type(error).__name__}: {error}. Other ranks may have gone on",
+            lost_ranks=(self._rank,),
+            sequence=record["n"],
+            operation=record["kind"],
+            phase="collective",
+        )
+
+    # -- health and lifecycle ----------------------------------------------------------------------------------------
+
+    def poison(self, cause: CommunicatorBrokenError) -> None:
+        """Refuse every later operation with this first cause, tell the peers, then the policy."""
+        if self.health.poison(cause):
+            if not self._ended():
+                self._announce(cause)
+            self._on_poison(self)
+
+    def _check(self, what: str) -> None:
+        """Raise if no operation is taken."""
+        if not self.health.closed and self._ended():
+            self.health.closed = "ended by MPI.Finalize"
+        self.health.check(self.who, what)
+
+    def _ended(self) -> bool:
+        """Return whether what the plane stands on is gone."""
+        return False
+
+    def check(self) -> None:
+        """Raise the first cause, also one that a peer has told meanwhile."""
+        self.is_healthy()
+        self._check("check_async_error")
+
+    def close(self, how: str = "closed", cause: CommunicatorBrokenError | None = None) -> None:
+        """End this communicator; a second time, it does nothing. With a `cause`, peers are told that it broke."""
+        if self.health.closed or LANE.forked:
+            return
+        try:
+            LANE.take(self.who, "close", _CLOSE_PATIENCE)
+        except ButterError:
+            # The thread that holds the lane may be gone for good: what it left half done can only be given up.
+            self.health.closed = how
+            return
+        try:
+            if cause is not None:
+                self.poison(cause)
+            self.health.closed = how
+            self._handles.clear()
+            if not self._ended():
+                self._release()
+        finally:
+            LANE.give()
+
+    # -- the twenty methods ------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return self._rank
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._world_size
+
+    def all_reduce(self, ptr: int, nbytes: int, *, dtype: DType = DType.BFLOAT16, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Reduce over all ranks, in place."""
+        self.submit(self._make("all_reduce", nbytes, dtype, send=ptr, recv=ptr, op=op))
+
+    def all_reduce_async(
+        self,
+        ptr: int,
+        nbytes: int,
+        compute_stream: int,
+        *,
+        dtype: DType = DType.BFLOAT16,
+        op: ReduceOp = ReduceOp.SUM,
+    ) -> None:
+        """Reduce in place, between what `compute_stream` holds and what comes later."""
+        self._check_stream(compute_stream)
+        self.submit(self._make("all_reduce", nbytes, dtype, send=ptr, recv=ptr, op=op))
+
+    def all_gather(self, send: int, recv: int, nbytes: int) -> None:
+        """Gather `nbytes` from each rank, in rank order."""
+        self.submit(self._make("all_gather", nbytes, DType.UINT8, send=send, recv=recv))
+
+    def reduce_scatter(
+        self, send: int, recv: int, nbytes: int, *, dtype: DType = DType.UINT8, op: ReduceOp = ReduceOp.SUM
+    ) -> None:
+        """Reduce, and keep this rank's share."""
+        self.submit(self._make("reduce_scatter", nbytes, dtype, send=send, recv=recv, op=op))
+
+    def broadcast(self, ptr: int, nbytes: int, root: int) -> None:
+        """Copy root's bytes to every rank."""
+        self.submit(self._make("broadcast", nbytes, DType.UINT8, send=ptr, recv=ptr, root=root))
+
+    def recv_command_u32(self, ptr: int, root: int) -> None:
+        """Wait for root's next command."""
+        if root == self._rank:
+            raise ValueError(f"{self.who}: recv_command_u32: root {root} is this rank; root sends it with broadcast")
+        self.submit(self._make("broadcast", 4, DType.UINT8, send=ptr, recv=ptr, root=root, waits_for_ever=True))
+
+    def barrier(self) -> None:
+        """Wait until every rank has come."""
+        self.submit(self._make("barrier", 0, DType.UINT8))
+
+    def send_to(self, ptr: int, nbytes: int, dest: int, stream: int) -> None:
+        """Send to one rank."""
+        self._check_stream(stream)
+        self.submit(self._make("send", nbytes, DType.UINT8, send=ptr, peer=dest))
+
+    def recv_from(self, ptr: int, nbytes: int, src: int, stream: int) -> None:
+        """Receive from one rank."""
+        self._check_stream(stream)
+        self.submit(self._make("recv", nbytes, DType.UINT8, recv=ptr, peer=src))
+
+    def group_start(self) -> None:
+        """Begin a group; the lane stays held."""
+        LANE.take(self.who, "group", self.deadline)
+        try:
+            self._check("group")
+        except BaseException:
+            LANE.give()
+            raise
+        if self._group is None:
+            self._group, self._group_thread = [], threading.get_ident()
+        self._group_marks.append(len(self._group))
+
+    def group_end(self) -> None:
+        """Submit the group if it is the outermost one."""
+        operations = self._leave_group("group_end", keep=True)
+        try:
+            if operations:
+                self._check("group")
+                self._run(operations)
+        finally:
+            LANE.give()
+
+    def group_discard(self) -> None:
+        """Leave a group whose body failed: nothing of it is sent, no number is taken."""
+        self._leave_group("group_discard", keep=False)
+        LANE.give()
+
+    def _leave_group(self, what: str, *, keep: bool) -> list[Operation]:
+        if self._group is None or self._group_thread != threading.get_ident():
+            raise ValueError(f"{self.who}: {what} without a group_start of this thread")
+        mark = self._group_marks.pop()
+        if not keep:
+            del self._group[mark:]
+        if self._group_marks:
+            return []
+        operations, self._group = self._group, None
+        return operations
+
+    def register_buffer(self, ptr: int, nbytes: int) -> int:
+        """Register memory; here it gains nothing and checks the caller's bookkeeping."""
+        self._check("register_buffer")
+        _whole("ptr", ptr, 1, _LARGEST)
+        _whole("nbytes", nbytes, 1, _LARGEST)
+        handle = next(self._next_handle)
+        self._handles[handle] = (ptr, nbytes)
+        return handle
+
+    def deregister_buffer(self, handle: int) -> None:
+        """Give a handle back."""
+        if self._handles.pop(handle, None) is None:
+            raise ValueError(f"{self.who}: handle {handle!r} is not of this communicator, or is void since it broke")
+
+    @abstractmethod
+    def all_gather_json(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload over the control plane."""
+
+    @abstractmethod
+    def symmetric_alloc(self, nbytes: int) -> int:
+        """Allocate."""
+
+    @abstractmethod
+    def symmetric_free(self, ptr: int) -> None:
+        """Free."""
+
+    def set_add_kernel(self, handle: int) -> None:
+        """Keep the kernel; host memory has no use for one."""
+        self._add_kernel = _whole("handle", handle, 0, _LARGEST)
+
+    def is_healthy(self) -> bool:
+        """Return whether the next operation would be taken, by what is known now."""
+        with LANE.tried() as held:
+            if held and not self.health.closed and self.health.cause is None and not self._ended():
+                self._listen()
+        return not self.health.closed and self.health.cause is None and not self._ended()
+
+    def attempt_reconnect(self) -> None:
+        """Make the communicator anew with every other rank; handles of the old one are void."""
+        with LANE.held(self.who, "attempt_reconnect", self.deadline):
+            if self.health.closed or self._ended():
+                self._check("attempt_reconnect")
+            if self._group is not None:
+                raise ValueError(f"{self.who}: attempt_reconnect inside a group; end it first")
+            self._handles.clear()
+            self._reconnect()
+            self.health.cause = None
+
+    # -- arguments ---------------------------------------------------------------------------------------------------
+
+    def _check_stream(self, stream: int) -> None:
+        if stream != self.stream:
+            raise ValueError(f"{self.who}: stream must be {self.stream}, the one stream of this plane; got {stream!r}")
+
+    def _make(
+        self,
+        kind: str,
+        nbytes: int,
+        dtype: DType,
+        *,
+        send: int = 0,
+        recv: int = 0,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        peer: int | None = None,
+        waits_for_ever: bool = False,
+    ) -> Operation:
+        """Return a checked operation on raw pointers."""
+        rule, dtype = RULES[kind], DType.parse(dtype)
+        op = ReduceOp.parse(op) if op is not None else None
+        _whole("nbytes", nbytes, 0, _LARGEST)
+        if nbytes % dtype.itemsize:
+            raise ValueError(f"{self.who}: {kind}: {nbytes} bytes are no whole number of {dtype.label} elements")
+        for name, ptr, blocks in (("send", send, rule.send_blocks), ("recv", recv, rule.recv_blocks)):
+            if blocks:
+                _whole(f"{kind}: {name} pointer", ptr, 1 if nbytes else 0, 2**64)
+        for name, value in (("root", root), ("peer", peer)):
+            if value is not None:
+                _whole(f"{kind}: {name}", value, 0, self._world_size)
+        return Operation(kind, nbytes // dtype.itemsize, dtype, send, recv, op, root, peer, call_site(), waits_for_ever)

@@ -1,0 +1,319 @@
+"""The plane of host memory: mpi4py's own collectives on buffers of this plane, each bounded by a deadline.
+
+Before data moves, the ranks tell one another what they submit (``meeting.py``), so a mismatch is named and nothing is
+exchanged. Data goes through staging buffers in pieces: a request that MPI cannot cancel keeps one of those, never the
+user's memory, and no count is too large for any MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from butter_mpi.collectives import Operation, call_site
+from butter_mpi.control import Control, Overdue, Watch, duplicate, keep_for_ever
+from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError
+from butter_mpi.lane import LANE
+from butter_mpi.planes.base import Numbered, Plane
+from butter_mpi.planes.meeting import meet
+from butter_mpi.planes.memory import Allocator, at, copy, numpy_dtype
+from butter_mpi.planes.waiting import Waiting, error_from, notice_of
+
+__all__ = ["HostPlane"]
+
+_STAGE_BYTES = 8 << 20
+_TAG = 1
+_TAGS = 1 << 14
+_RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
+
+# Narrow floats are reduced in single precision and rounded once; MPI has no operator for them.
+_WIDE = dict.fromkeys((DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2), DType.FLOAT32)
+_MPI_TYPES = {
+    DType.INT8: "INT8_T",
+    DType.UINT8: "UINT8_T",
+    DType.INT32: "INT32_T",
+    DType.UINT32: "UINT32_T",
+    DType.INT64: "INT64_T",
+    DType.UINT64: "UINT64_T",
+    DType.FLOAT32: "FLOAT",
+    DType.FLOAT64: "DOUBLE",
+}
+_MPI_OPS = {ReduceOp.SUM: "SUM", ReduceOp.AVG: "SUM", ReduceOp.PROD: "PROD", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX"}
+
+Task = Iterator[bool]
+"""A transfer: yields whether it has moved on since the last look."""
+
+
+def sweep() -> None:
+    """Free the communicators of closed planes whose every rank has said goodbye."""
+    for entry in list(_RETIRING):
+        control, others = entry
+        if control.settled():
+            _RETIRING.remove(entry)
+            control.free()
+            for comm in others:
+                comm.Free()
+
+
+class HostPlane(Plane):
+    """Collectives on host memory over MPI.
+
+    Parameters
+    ----------
+    comms : tuple of three mpi4py communicators
+        Duplicates that nobody else uses: control, data, and one in reserve for a reconnect.
+    mpi : module
+        ``mpi4py.MPI``.
+    start_deadline : float
+        Seconds that a reconnect may take.
+    **options
+        Of ``Plane``.
+    """
+
+    NAME = "host"
+
+    def __init__(self, comms: tuple[Control, Any, Any], mpi: Any, *, start_deadline: float, **options: Any) -> None:
+        self._control, self._data, self._reserve = comms
+        self._mpi, self._start_deadline = mpi, start_deadline
+        super().__init__(self._control.rank, self._control.size, **options)
+        self._memory = Allocator()
+        self._pending: dict[int, tuple[Any, ...]] = {}
+        sweep()
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def _execute(self, numbered: Sequence[Numbered]) -> None:
+        limit = None if any(operation.waits_for_ever for operation, _ in numbered) else self.deadline
+        meet(self._control, self.who, self._records(numbered), limit)
+        self._finish(self._tasks(numbered), numbered[0][1])
+
+    def _records(self, numbered: Sequence[Numbered]) -> dict[int, list[dict[str, Any]]]:
+        """Return, for each peer, what this rank tells it."""
+        return {
+            peer: [record for operation, record in numbered if operation.peer in (None, peer)]
+            for peer in self._control.peers
+        }
+
+    def _tasks(self, numbered: Sequence[Numbered]) -> list[Task]:
+        """Return every pair as a task, and the collectives as one: MPI wants those one after another."""
+        for send, recv in self._own_pairs([operation for operation, _ in numbered]):
+            assert send is not None and recv is not None
+            copy(recv.recv, send.send, send.nbytes)
+        pairs = [(o, record["n"]) for o, record in numbered if o.rule.paired and o.peer != self._rank]
+        tasks: list[Task] = [getattr(self, f"_{o.kind}")(o, _TAG + n % _TAGS) for o, n in pairs]
+        collectives = [o for o, _ in numbered if not o.rule.paired]
+        tasks.append(itertools.chain.from_iterable(getattr(self, f"_{o.kind}")(o) for o in collectives))
+        return tasks
+
+    def _finish(self, tasks: list[Task], record: dict[str, Any]) -> None:
+        """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
+        waiting = Waiting(self._control, self.who, record, self.deadline)
+        try:
+            while tasks:
+                steps = [(task, next(task, None)) for task in tasks]
+                tasks = [task for task, step in steps if step is not None]
+                if tasks:
+                    waiting.look((), any(step for _, step in steps))
+        except self._mpi.Exception as error:
+            raise CommunicatorBrokenError(f"{waiting.text()}: MPI failed: {error}", **waiting.facts([])) from error
+        finally:
+            if self._pending:
+                keep_for_ever(*self._pending.values())
+                self._pending.clear()
+
+    def _wait(self, request: Any, *buffers: npt.NDArray[Any]) -> Task:
+        """Yield until `request` is done; until then it and its buffers are this plane's."""
+        key = id(request)
+        self._pending[key] = (request, *buffers)
+        while not request.Test():
+            yield False
+        del self._pending[key]
+        yield True
+
+    def _pieces(self, operation: Operation, blocks: int) -> Iterator[tuple[int, int]]:
+        """Yield (first element, elements) of pieces of a block, so that `blocks` of them fit the staging size."""
+        step = max(1, _STAGE_BYTES // (blocks * operation.dtype.itemsize))
+        for first in range(0, operation.count, step):
+            yield first, min(step, operation.count - first)
+
+    def _barrier(self, _operation: Operation) -> Task:
+        """Nothing to move: every rank's record has come, so every rank has."""
+        yield from ()
+
+    def _broadcast(self, operation: Operation) -> Task:
+        for first, count in self._pieces(operation, 1):
+            user = at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)
+            stage = user.copy()
+            yield from self._wait(self._data.Ibcast(self._bytes(stage), root=operation.root), stage)
+            user[:] = stage
+
+    def _all_gather(self, operation: Operation) -> Task:
+        size = operation.dtype.itemsize
+        for first, count in self._pieces(operation, self._world_size):
+            stage = at(operation.send + first * size, count, operation.dtype).copy()
+            gathered = np.empty((self._world_size, count), stage.dtype)
+            request = self._data.Iallgather(self._bytes(stage), self._bytes(gathered))
+            yield from self._wait(request, stage, gathered)
+            for block in range(self._world_size):
+                at(operation.recv + (block * operation.count + first) * size, count, operation.dtype)[:] = gathered[
+                    block
+                ]
+
+    def _all_reduce(self, operation: Operation) -> Task:
+        for first, count in self._pieces(operation, 1):
+            offset = first * operation.dtype.itemsize
+            stage = self._widened(at(operation.send + offset, count, operation.dtype), operation)
+            total = np.empty_like(stage)
+            request = self._data.Iallreduce(*self._typed(operation, stage, total), op=self._mpi_op(operation))
+            yield from self._wait(request, stage, total)
+            self._store(operation, total, at(operation.recv + offset, count, operation.dtype))
+
+    def _reduce_scatter(self, operation: Operation) -> Task:
+        size = operation.dtype.itemsize
+        for first, count in self._pieces(operation, self._world_size):
+            stage = np.stack(
+                [
+                    self._widened(
+                        at(operation.send + (b * operation.count + first) * size, count, operation.dtype), operation
+                    )
+                    for b in range(self._world_size)
+                ]
+            )
+            total = np.empty(count, stage.dtype)
+            request = self._data.Ireduce_scatter_block(
+                *self._typed(operation, stage, total), op=self._mpi_op(operation)
+            )
+            yield from self._wait(request, stage, total)
+            self._store(operation, total, at(operation.recv + first * size, count, operation.dtype))
+
+    def _send(self, operation: Operation, tag: int) -> Task:
+        for first, count in self._pieces(operation, 1):
+            stage = at(operation.send + first * operation.dtype.itemsize, count, operation.dtype).copy()
+            yield from self._wait(self._data.Isend(self._bytes(stage), dest=operation.peer, tag=tag), stage)
+
+    def _recv(self, operation: Operation, tag: int) -> Task:
+        for first, count in self._pieces(operation, 1):
+            stage = np.empty(count, numpy_dtype(operation.dtype))
+            yield from self._wait(self._data.Irecv(self._bytes(stage), source=operation.peer, tag=tag), stage)
+            at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)[:] = stage
+
+    # -- element types -----------------------------------------------------------------------------------------------
+
+    def _bytes(self, array: npt.NDArray[Any]) -> list[Any]:
+        return [array.view(np.uint8), self._mpi.BYTE]
+
+    def _typed(self, operation: Operation, *arrays: npt.NDArray[Any]) -> list[list[Any]]:
+        kind = getattr(self._mpi, _MPI_TYPES[_WIDE.get(operation.dtype, operation.dtype)])
+        return [[array, kind] for array in arrays]
+
+    def _mpi_op(self, operation: Operation) -> Any:
+        assert operation.op is not None
+        return getattr(self._mpi, _MPI_OPS[operation.op])
+
+    def _widened(self, array: npt.NDArray[Any], operation: Operation) -> npt.NDArray[Any]:
+        return array.astype(numpy_dtype(_WIDE.get(operation.dtype, operation.dtype)))
+
+    def _store(self, operation: Operation, total: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
+        if operation.op is ReduceOp.AVG:
+            total = self._divided(total)
+        with np.errstate(over="ignore", invalid="ignore"):
+            target[:] = total.astype(target.dtype)
+
+    def _divided(self, total: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        size = total.dtype.type(self._world_size)
+        if total.dtype.kind == "f":
+            return np.asarray(total / size)
+        quotient = total // size
+        return np.asarray(quotient + ((total % size != 0) & (total < 0)).astype(total.dtype))
+
+    # -- control plane -----------------------------------------------------------------------------------------------
+
+    def all_gather_json(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload; the call is compared like an operation, and takes no number."""
+        record = {"n": self.sequence, "kind": "all_gather_json", "count": 1, "dtype": "json", "op": None, "root": None}
+        record["at"] = call_site()
+        gathered: list[bytes] = []
+        with LANE.held(self.who, "all_gather_json", self.deadline):
+            self._check("all_gather_json")
+            if self._group is not None:
+                raise ValueError(f"{self.who}: all_gather_json inside a group; end it first")
+            with self._poisoning(record):
+                meet(self._control, self.who, dict.fromkeys(self._control.peers, [record]), self.deadline)
+                self._finish([self._gather(payload, gathered)], record)
+        return gathered
+
+    def _gather(self, payload: bytes, gathered: list[bytes]) -> Task:
+        lengths = np.empty(self._world_size, np.int64)
+        own = np.array([len(payload)])
+        yield from self._wait(self._data.Iallgather(self._bytes(own), self._bytes(lengths)), own, lengths)
+        stage = np.frombuffer(payload.ljust(int(lengths.max()), b"\0"), np.uint8)
+        blocks = np.empty((self._world_size, stage.size), np.uint8)
+        yield from self._wait(self._data.Iallgather(self._bytes(stage), self._bytes(blocks)), stage, blocks)
+        gathered.extend(block[:n].tobytes() for block, n in zip(blocks, lengths, strict=True))
+
+    def _announce(self, cause: CommunicatorBrokenError) -> None:
+        if self._control.broken is not None:
+            return
+        # Best effort: a rank that MPI cannot reach any more needs no notice.
+        with contextlib.suppress(self._mpi.Exception):
+            self._control.send(self._control.peers, "broken", notice_of(cause))
+
+    def _ended(self) -> bool:
+        return bool(self._mpi.Is_finalized())
+
+    def _listen(self) -> None:
+        self._control.pump()
+        if self._control.broken is not None:
+            self.poison(error_from(self.who, *self._control.broken))
+
+    def _release(self) -> None:
+        if self.health.cause is not None:
+            self._control.retire()
+            return
+        why = (
+            f"closed its communicator after {self.last}"
+            if self.last
+            else "closed its communicator before any operation"
+        )
+        with contextlib.suppress(self._mpi.Exception):
+            self._control.send(self._control.peers, "left", {"why": why})
+        _RETIRING.append((self._control, (self._data, self._reserve)))
+        sweep()
+
+    def _reconnect(self) -> None:
+        if self._reserve is None:
+            raise CommunicatorBrokenError(f"{self.who}: attempt_reconnect: an earlier one failed; only a new job helps")
+        reserve, self._reserve = self._reserve, None
+        watch = Watch(self._start_deadline)
+        self._control.retire()
+        try:
+            control = Control(duplicate(reserve, self._mpi, watch), self._mpi)
+            data = duplicate(reserve, self._mpi, watch)
+            own = struct.pack("<qq", self.sequence, max(self._pairs.values(), default=0))
+            numbers = [struct.unpack("<qq", x) for x in control.all_gather(own, watch, "agreeing on the sequence")]
+        except Overdue as error:
+            raise CollectiveTimeoutError(
+                f"{self.who}: attempt_reconnect: not every rank came within {error.elapsed:.1f} s ({error.phase}). Every "
+                "rank must call it together",
+                operation="attempt_reconnect",
+                phase="reconnect",
+                elapsed=error.elapsed,
+            ) from error
+        self._control, self._data, self._reserve = control, data, reserve
+        self.sequence = max(sequence for sequence, _ in numbers)
+        self._pairs = dict.fromkeys(range(self._world_size), max(pair for _, pair in numbers))
+
+    def symmetric_alloc(self, nbytes: int) -> int:
+        """Allocate aligned host memory."""
+        return self._memory.alloc(nbytes)
+
+    def symmetric_free(self, ptr: int) -> None:
+        """Free it."""
+        self._memory.free(ptr)

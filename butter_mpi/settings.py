@@ -1,0 +1,138 @@
+"""Settings: keyword arguments, else ``BUTTER_MPI_*`` variables, else defaults; each checked by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["PLANES", "TRANSPORTS", "FaultPolicy", "Settings"]
+
+PLANES = ("auto", "nccl", "host")
+TRANSPORTS = ("P2P", "SHM", "NET/IB", "NET/Socket")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not low <= number <= high:
+        raise ValueError(f"{name} must be a number of seconds from {low:g} to {high:g}; got {value!r}")
+    return number
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+    return str(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
+        return value.lower() in _TRUE
+    raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE)}; got {value!r}")
+
+
+def _transport(name: str, value: Any) -> str | None:
+    return None if value is None else _choice(name, value, TRANSPORTS)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPolicy:
+    """How long to wait, and what a fault does.
+
+    Parameters
+    ----------
+    start_deadline : float, default 60
+        Seconds for the whole start, 1 to 3600; every MPI wait in it is bounded by what is left.
+    collective_deadline : float, default 120
+        Seconds that an operation waits for the other ranks, 10 to 300. A wait is reported from 5 s on.
+    action : {"raise", "abort"}, default "raise"
+        What a poisoned communicator does: raise in the caller, or end the job with ``MPI_Abort``.
+
+    Raises
+    ------
+    ValueError
+        A value out of its range; the message names the field and the range.
+    """
+
+    start_deadline: float = 60.0
+    collective_deadline: float = 120.0
+    action: str = "raise"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start_deadline", _number("start_deadline", self.start_deadline, 1, 3600))
+        object.__setattr__(
+            self, "collective_deadline", _number("collective_deadline", self.collective_deadline, 10, 300)
+        )
+        _choice("action", self.action, ("raise", "abort"))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one ``init`` was asked for, complete and checked.
+
+    Every field can be given as an argument of ``init`` or as the variable ``BUTTER_MPI_`` + its name in capitals.
+    """
+
+    plane: str = "auto"
+    share_gpu: bool = False
+    per_host_interfaces: bool = False
+    require_transport: str | None = None
+    start_deadline: float = 60.0
+    collective_deadline: float = 120.0
+    action: str = "raise"
+
+    @classmethod
+    def resolve(cls, env: Mapping[str, str], fault: FaultPolicy | None = None, **arguments: Any) -> Settings:
+        """Return checked settings from arguments (``None`` means not given), variables and defaults.
+
+        Parameters
+        ----------
+        env : mapping of str to str
+            The environment to read ``BUTTER_MPI_*`` from.
+        fault : FaultPolicy, optional
+            Deadlines and action; wins over variables.
+        **arguments
+            Values of ``init`` by field name.
+
+        Returns
+        -------
+        Settings
+            The settings.
+
+        Raises
+        ------
+        ValueError
+            An unknown ``BUTTER_MPI_*`` variable, or a value out of its range; the message names both.
+        """
+        checks: dict[str, Callable[[str, Any], Any]] = {
+            "plane": lambda n, v: _choice(n, v, PLANES),
+            "share_gpu": _flag,
+            "per_host_interfaces": _flag,
+            "require_transport": _transport,
+            "start_deadline": lambda n, v: _number(n, v, 1, 3600),
+            "collective_deadline": lambda n, v: _number(n, v, 10, 300),
+            "action": lambda n, v: _choice(n, v, ("raise", "abort")),
+        }
+        prefix = "BUTTER_MPI_"
+        known = {prefix + f.name.upper() for f in fields(cls)}
+        for name in sorted(env):
+            if name.startswith(prefix) and not name.startswith("BUTTER_MPI_TEST_") and name not in known:
+                raise ValueError(f"{name} is not a variable of butter_mpi; known are {', '.join(sorted(known))}")
+        given = {k: v for k, v in arguments.items() if v is not None}
+        if fault is not None:
+            given |= {f.name: getattr(fault, f.name) for f in fields(fault)}
+        values = {}
+        for name, check in checks.items():
+            variable = prefix + name.upper()
+            if name in given:
+                values[name] = check(name, given[name])
+            elif env.get(variable):
+                values[name] = check(variable, env[variable])
+        return cls(**values)
