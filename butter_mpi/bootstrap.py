@@ -127,8 +127,8 @@ def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, m
     if level < mpi.THREAD_SERIALIZED:
         names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED"}
         failures.append(
-            f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but from "
-            "any thread: needs SERIALIZED or higher (mpi4py.rc.thread_level = 'serialized', or mpi4py's default)"
+            f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, "
+            "but from any thread: needs SERIALIZED or higher (mpi4py.rc.thread_level = 'serialized', or mpi4py's default)"
         )
     return _Asked(settings, checked, failures)
 
@@ -150,8 +150,8 @@ class _Start:
             return self._connect(record) if self._comm.size > 1 else self._alone(record)
         except Overdue as error:
             raise StartTimeoutError(
-                f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start deadline "
-                f"{self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a longer "
+                f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start "
+                f"deadline {self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a longer "
                 "start_deadline",
                 phase=error.phase,
                 elapsed=error.elapsed,
@@ -206,9 +206,8 @@ class _Start:
         ENDING.broken(plane)
         cause = plane.health.cause
         if self._settings.action == "abort" and cause is not None:
-            os.write(
-                2, f"butter_mpi: {cause.message}\nbutter_mpi: {self._who}: ending the job (action abort)\n".encode()
-            )
+            verdict = f"butter_mpi: {cause.message}\nbutter_mpi: {self._who}: ending the job (action abort)\n"
+            os.write(2, verdict.encode(errors="replace"))
             abort_job(1)
 
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:

@@ -57,13 +57,9 @@ def view(array: Any, name: str, *, writable: bool) -> ArrayView:
         raise TypeError(
             f"{name} is device memory ({_typename(array)}); this plane works on host memory: pass NumPy arrays"
         )
-    interface = getattr(array, "__array_interface__", None)
+    interface = getattr(array, "__array_interface__", {})
     # A NumPy scalar shows the protocol too, over memory that is gone when this returns.
-    if (
-        not isinstance(interface, dict)
-        or not isinstance(interface.get("data"), tuple)
-        or not hasattr(array, "__setitem__")
-    ):
+    if not isinstance(interface.get("data"), tuple) or not hasattr(array, "__setitem__"):
         raise TypeError(f"{name} must be a NumPy array; got {_typename(array)} (numpy.asarray makes one)")
     dtype = _dtype(array, interface["typestr"], name)
     shape, strides = interface["shape"], interface.get("strides")
@@ -78,14 +74,14 @@ def view(array: Any, name: str, *, writable: bool) -> ArrayView:
     return ArrayView(pointer if count else 0, count, dtype, readonly, array)
 
 
-def check_pair(send: ArrayView, recv: ArrayView, send_blocks: int, recv_blocks: int, rank: int, what: str) -> int:
+def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: str) -> int:
     """Return the count of one block after checking two buffers against each other.
 
     Parameters
     ----------
     send, recv : ArrayView
         The two buffers.
-    send_blocks, recv_blocks : int
+    blocks : tuple of two int
         Blocks in each; one of them is 1.
     rank : int
         This rank: its block is the one that may be in place.
@@ -102,6 +98,7 @@ def check_pair(send: ArrayView, recv: ArrayView, send_blocks: int, recv_blocks: 
     ValueError
         Types or counts differ, or the buffers overlap other than in place.
     """
+    send_blocks, recv_blocks = blocks
     if send.dtype is not recv.dtype:
         raise ValueError(f"{what}: sendbuf is {send.dtype.label} and recvbuf {recv.dtype.label}; they must be equal")
     if send.count * recv_blocks != recv.count * send_blocks:
@@ -119,7 +116,7 @@ def check_pair(send: ArrayView, recv: ArrayView, send_blocks: int, recv_blocks: 
     )
     if one and not apart and not in_place:
         raise ValueError(
-            f"{what}: sendbuf and recvbuf overlap; pass apart buffers, or this rank's own block for in place"
+            f"{what}: sendbuf and recvbuf overlap; pass buffers that do not, or for in place this rank's own block"
         )
     return one
 

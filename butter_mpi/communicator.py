@@ -26,8 +26,8 @@ _POLL_SECONDS = 0.005
 class Communicator:
     """The ranks of a job, and the operations between them.
 
-    Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after every
-    check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons nothing. On
+    Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after
+    every check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons nothing. On
     the ``host`` and ``solo`` planes arrays are NumPy arrays (ml_dtypes' types too), ``stream`` is ``None``, and an
     operation has completed when it returns.
 
@@ -526,8 +526,11 @@ class Communicator:
         in_place = recvbuf is None and kind == "all_reduce"
         send = self._view(kind, "sendbuf", sendbuf, writable=in_place)
         recv = send if in_place else self._view(kind, "recvbuf", recvbuf, writable=True)
-        blocks = [size if n < 0 else n for n in (rule.send_blocks, rule.recv_blocks)]
-        count = check_pair(send, recv, *blocks, self.rank, self._what(kind))
+        blocks = (
+            size if rule.send_blocks < 0 else rule.send_blocks,
+            size if rule.recv_blocks < 0 else rule.recv_blocks,
+        )
+        count = check_pair(send, recv, blocks, self.rank, self._what(kind))
         self._submit(kind, count, send, recv, stream, op=op)
 
     def _submit(
@@ -572,9 +575,7 @@ class Communicator:
             "op": operation.op.label if operation.op else None,
             "root": operation.root,
         }
-        differing = [
-            f"{key} {found[key]!r}, planned {self._plan[key]!r}" for key in found if found[key] != self._plan[key]
-        ]
+        differing = [f"{k} {v!r}, planned {self._plan[k]!r}" for k, v in found.items() if v != self._plan[k]]
         if differing:
             raise ValueError(
                 f"{self._what(operation.kind)}: not the collective that init(plan=...) declared: {', '.join(differing)}"

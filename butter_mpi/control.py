@@ -239,9 +239,8 @@ class Control:
 
     def all_gather_any(self, payload: bytes, watch: Watch, phase: str) -> list[bytes]:
         """Return every rank's `payload`, of any lengths, in rank order."""
-        lengths = [
-            int.from_bytes(x, "little") for x in self.all_gather(len(payload).to_bytes(8, "little"), watch, phase)
-        ]
+        own = len(payload).to_bytes(8, "little")
+        lengths = [int.from_bytes(x, "little") for x in self.all_gather(own, watch, phase)]
         padded = self.all_gather(payload.ljust(max(lengths), b"\0"), watch, phase)
         return [x[:n] for x, n in zip(padded, lengths, strict=True)]
 

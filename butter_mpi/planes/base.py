@@ -112,12 +112,15 @@ class Plane(ABC):
     def _reconnect(self) -> None:
         """Make the communicator anew, with every other rank."""
 
+    @abstractmethod
     def _announce(self, cause: CommunicatorBrokenError) -> None:
         """Tell the peers the first cause."""
 
+    @abstractmethod
     def _listen(self) -> None:
         """Take news of the peers."""
 
+    @abstractmethod
     def _release(self) -> None:
         """Say goodbye and give the plane's resources back; called once, on the lane where it can be had."""
 
@@ -155,7 +158,7 @@ class Plane(ABC):
 
     def _interrupted(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         return CommunicatorBrokenError(
-            f"{self.who}: {describe(record)}: interrupted by {type(error).__name__}: {error}. Other ranks may have gone on",
+            f"{self.who}: {describe(record)}: interrupted by {type(error).__name__}: {error}. Others may have gone on",
             lost_ranks=(self._rank,),
             sequence=record["n"],
             operation=record["kind"],

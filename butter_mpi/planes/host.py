@@ -161,35 +161,26 @@ class HostPlane(Plane):
             gathered = np.empty((self._world_size, count), stage.dtype)
             request = self._data.Iallgather(self._bytes(stage), self._bytes(gathered))
             yield from self._wait(request, stage, gathered)
-            for block in range(self._world_size):
-                at(operation.recv + (block * operation.count + first) * size, count, operation.dtype)[:] = gathered[
-                    block
-                ]
+            for rank, block in enumerate(gathered):
+                at(operation.recv + (rank * operation.count + first) * size, count, operation.dtype)[:] = block
 
     def _all_reduce(self, operation: Operation) -> Task:
         for first, count in self._pieces(operation, 1):
             offset = first * operation.dtype.itemsize
-            stage = self._widened(at(operation.send + offset, count, operation.dtype), operation)
+            stage = self._widened(operation, operation.send + offset, count)
             total = np.empty_like(stage)
-            request = self._data.Iallreduce(*self._typed(operation, stage, total), op=self._mpi_op(operation))
-            yield from self._wait(request, stage, total)
+            send, recv = self._typed(operation, stage, total)
+            yield from self._wait(self._data.Iallreduce(send, recv, op=self._mpi_op(operation)), stage, total)
             self._store(operation, total, at(operation.recv + offset, count, operation.dtype))
 
     def _reduce_scatter(self, operation: Operation) -> Task:
-        size = operation.dtype.itemsize
+        size, ranks = operation.dtype.itemsize, range(self._world_size)
         for first, count in self._pieces(operation, self._world_size):
-            stage = np.stack(
-                [
-                    self._widened(
-                        at(operation.send + (b * operation.count + first) * size, count, operation.dtype), operation
-                    )
-                    for b in range(self._world_size)
-                ]
-            )
+            starts = [operation.send + (rank * operation.count + first) * size for rank in ranks]
+            stage = np.stack([self._widened(operation, start, count) for start in starts])
             total = np.empty(count, stage.dtype)
-            request = self._data.Ireduce_scatter_block(
-                *self._typed(operation, stage, total), op=self._mpi_op(operation)
-            )
+            send, recv = self._typed(operation, stage, total)
+            request = self._data.Ireduce_scatter_block(send, recv, op=self._mpi_op(operation))
             yield from self._wait(request, stage, total)
             self._store(operation, total, at(operation.recv + first * size, count, operation.dtype))
 
@@ -217,8 +208,9 @@ class HostPlane(Plane):
         assert operation.op is not None
         return getattr(self._mpi, _MPI_OPS[operation.op])
 
-    def _widened(self, array: npt.NDArray[Any], operation: Operation) -> npt.NDArray[Any]:
-        return array.astype(numpy_dtype(_WIDE.get(operation.dtype, operation.dtype)))
+    def _widened(self, operation: Operation, pointer: int, count: int) -> npt.NDArray[Any]:
+        user = at(pointer, count, operation.dtype)
+        return user.astype(numpy_dtype(_WIDE.get(operation.dtype, operation.dtype)))
 
     def _store(self, operation: Operation, total: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
         if operation.op is ReduceOp.AVG:
@@ -245,7 +237,7 @@ class HostPlane(Plane):
             if self._group is not None:
                 raise ValueError(f"{self.who}: all_gather_json inside a group; end it first")
             with self._poisoning(record):
-                meet(self._control, self.who, dict.fromkeys(self._control.peers, [record]), self.deadline)
+                meet(self._control, self.who, {p: [record] for p in self._control.peers}, self.deadline)
                 self._finish([self._gather(payload, gathered)], record)
         return gathered
 
@@ -277,11 +269,7 @@ class HostPlane(Plane):
         if self.health.cause is not None:
             self._control.retire()
             return
-        why = (
-            f"closed its communicator after {self.last}"
-            if self.last
-            else "closed its communicator before any operation"
-        )
+        why = f"closed its communicator after {self.last or 'no operation'}"
         with contextlib.suppress(self._mpi.Exception):
             self._control.send(self._control.peers, "left", {"why": why})
         _RETIRING.append((self._control, (self._data, self._reserve)))
@@ -300,8 +288,8 @@ class HostPlane(Plane):
             numbers = [struct.unpack("<qq", x) for x in control.all_gather(own, watch, "agreeing on the sequence")]
         except Overdue as error:
             raise CollectiveTimeoutError(
-                f"{self.who}: attempt_reconnect: not every rank came within {error.elapsed:.1f} s ({error.phase}). Every "
-                "rank must call it together",
+                f"{self.who}: attempt_reconnect: not every rank came within {error.elapsed:.1f} s ({error.phase}). "
+                "Every rank must call it together",
                 operation="attempt_reconnect",
                 phase="reconnect",
                 elapsed=error.elapsed,

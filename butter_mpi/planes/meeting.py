@@ -70,9 +70,11 @@ def _mismatch(control: Control, waiting: Waiting, own: Record, peer: int) -> Col
     paired = own["kind"] in _COUNTERPART
     others = [peer] if paired else list(control.peers)
     watch = Watch(_GRACE)
-    while (
-        any(not control.inbox[p] and control.seen.get(p, {}).get("n") != own["n"] for p in others) and not watch.tick()
-    ):
+
+    def silent(p: int) -> bool:
+        return not control.inbox[p] and control.seen.get(p, {}).get("n") != own["n"]
+
+    while any(map(silent, others)) and not watch.tick():
         control.pump()
     records = {control.rank: describe(own)}
     for other in others:

@@ -14,11 +14,7 @@ from butter_mpi.enums import DType
 __all__ = ["Allocator", "at", "numpy_dtype"]
 
 _ALIGNMENT = 4096
-_ML_DTYPES = {
-    DType.BFLOAT16: ml_dtypes.bfloat16,
-    DType.FLOAT8_E4M3: ml_dtypes.float8_e4m3fn,
-    DType.FLOAT8_E5M2: ml_dtypes.float8_e5m2,
-}
+_NUMPY: dict[DType, np.dtype[Any]] = {dtype: np.dtype(getattr(ml_dtypes, dtype.label, dtype.label)) for dtype in DType}
 
 
 class _Address:
@@ -30,7 +26,7 @@ class _Address:
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """Return NumPy's (or ml_dtypes') element type."""
-    return np.dtype(_ML_DTYPES.get(dtype, dtype.label))
+    return _NUMPY[dtype]
 
 
 def at(pointer: int, count: int, dtype: DType) -> npt.NDArray[Any]:

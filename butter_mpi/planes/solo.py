@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from butter_mpi.errors import CommunicatorBrokenError
 from butter_mpi.planes.base import Numbered, Plane
 from butter_mpi.planes.memory import Allocator, copy
 
@@ -44,3 +45,12 @@ class SoloPlane(Plane):
 
     def _reconnect(self) -> None:
         """Nothing to make anew."""
+
+    def _announce(self, cause: CommunicatorBrokenError) -> None:
+        """Nobody to tell."""
+
+    def _listen(self) -> None:
+        """Nobody to hear from."""
+
+    def _release(self) -> None:
+        """Nothing to give back."""
