@@ -119,8 +119,11 @@ class HostPlane(Plane):
             while tasks:
                 steps = [(task, next(task, None)) for task in tasks]
                 tasks = [task for task, step in steps if step is not None]
+                moved = any(step for _, step in steps)
+                if moved:
+                    waiting.restart()
                 if tasks:
-                    waiting.look((), any(step for _, step in steps))
+                    waiting.look((), moved)
         except self._mpi.Exception as error:
             raise CommunicatorBrokenError(f"{waiting.text()}: MPI failed: {error}", **waiting.facts([])) from error
         finally:

@@ -111,6 +111,11 @@ class Waiting:
         else:
             self._pause()
 
+    def restart(self) -> None:
+        """Begin the wait anew: data has moved, so whoever is waited for is alive and at it."""
+        self._watch = Watch(self._watch.limit)
+        self._warn_at = _FIRST_WARNING
+
     def lost(self, gone: Sequence[int]) -> errors.PeerLostError:
         """Return the error for ranks that left while this one counts on them."""
         reasons = "; ".join(f"rank {p} {self._control.left[p]['why']}" for p in gone)

@@ -1,0 +1,465 @@
+"""Collectives on arrays: results, exact counts, and refusals before anything is sent."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import sys
+import threading
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.memory import PLANE
+from mpi4py import MPI
+
+import butter_mpi
+from butter_mpi import Communicator, FaultPolicy, ReduceOp
+from butter_mpi.errors import (
+    CollectiveMismatchError,
+    CommunicatorBrokenError,
+    CommunicatorClosedError,
+    PreflightError,
+)
+
+pytestmark = pytest.mark.mpi
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+TOTAL = SIZE * (SIZE + 1) // 2
+
+
+def test_all_reduce_in_and_out_of_place(comm: Communicator) -> None:
+    """all_reduce leaves sendbuf alone unless it is the output."""
+    send, recv = np.full((3, 5), RANK + 1, np.float32), np.full((3, 5), np.nan, np.float32)
+    comm.all_reduce(send, recv)
+    assert (send == RANK + 1).all() and (recv == TOTAL).all()
+    comm.all_reduce(send, send, op="max")
+    assert (send == SIZE).all()
+    comm.all_reduce(send, op=ReduceOp.AVG)
+    assert (send == SIZE).all()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_narrow_floats_are_rounded_once(comm: Communicator, name: str) -> None:
+    """A sum of narrow floats is that of single precision, rounded once."""
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    every = np.stack([np.random.default_rng(r).uniform(1, 2, 1000).astype(dtype) for r in range(SIZE)])
+    result = every[RANK].copy()
+    comm.all_reduce(result)
+    exact = every.astype(np.float64).sum(0)
+    step = float(ml_dtypes.finfo(dtype).eps)
+    assert np.abs(result.astype(np.float64) - exact).max() <= exact.max() * step / 2
+
+
+def test_special_values(comm: Communicator) -> None:
+    """Infinity and not-a-number go through a sum; a half-precision overflow is infinity, not a warning."""
+    data = np.array([np.inf if RANK == 0 else 1, np.nan if RANK == SIZE - 1 else 1, 65504], np.float16)
+    comm.all_reduce(data, op="sum")
+    assert np.isinf(data[0]) and np.isnan(data[1])
+    assert np.isinf(data[2]) or SIZE == 1
+
+
+def test_integers_wrap(comm: Communicator) -> None:
+    """An integer sum wraps round, as NCCL's does."""
+    data = np.full(4, 200, np.uint8)
+    comm.all_reduce(data)
+    assert (data == (200 * SIZE) % 256).all()
+
+
+def test_gather_and_scatter_are_exact(comm: Communicator) -> None:
+    """all_gather and reduce_scatter take exact counts; nothing is rounded, no remainder dropped."""
+    send, recv = np.arange(6, dtype=np.int64) + RANK, np.empty((SIZE, 6), np.int64)
+    comm.all_gather(send, recv)
+    assert (recv == np.arange(6) + np.arange(SIZE)[:, None]).all()
+    share = np.empty(6, np.int64)
+    comm.reduce_scatter(recv, share)
+    assert (share == SIZE * (np.arange(6) + RANK)).all()
+    comm.reduce_scatter(recv, recv[RANK])
+    with pytest.raises(ValueError, match=rf"all_gather #4: recvbuf has {6 * SIZE + 1} elements, needs {6 * SIZE}"):
+        comm.all_gather(send, np.empty(6 * SIZE + 1, np.int64))
+    with pytest.raises(ValueError, match=r"reduce_scatter #4: (send|recv)buf has \d+ elements, needs \d+"):
+        comm.reduce_scatter(np.empty(6 * SIZE + 1, np.int64), share)
+
+
+def test_broadcast_reads_only_on_the_root(comm: Communicator) -> None:
+    """Broadcast takes a read-only array on the root, which it does not write."""
+    data = np.arange(7.0) if RANK == 0 else np.zeros(7)
+    data.flags.writeable = RANK != 0
+    comm.broadcast(data)
+    assert (data == np.arange(7)).all()
+
+
+def test_pairs(comm: Communicator) -> None:
+    """Send and recv exchange arrays in one group, also with this rank itself."""
+    send, recv = np.full(5, RANK, np.int32), np.empty(5, np.int32)
+    with comm.group():
+        comm.recv(recv, (RANK - 1) % SIZE)
+        comm.send(send, (RANK + 1) % SIZE)
+    assert (recv == (RANK - 1) % SIZE).all()
+
+
+def test_values_over_the_control_plane(comm: Communicator) -> None:
+    """all_gather_json gives every rank's value in order and takes no number."""
+    value = {"rank": RANK, "text": "ü" * (RANK + 1), "none": None, "list": [1, 2.5, True]}
+    every = comm.all_gather_json(value)
+    assert [v["rank"] for v in every] == list(range(SIZE)) and every[RANK] == value and comm.sequence == 0
+    with pytest.raises(TypeError):
+        comm.all_gather_json(object())
+
+
+def test_records_of_every_rank(comm: Communicator) -> None:
+    """gather_records gives every rank's preflight record."""
+    records = comm.gather_records()
+    assert [record["rank"] for record in records] == list(range(SIZE)) and records == comm.records
+
+
+BIG = ">" if sys.byteorder == "little" else "<"
+REFUSED = {
+    "a column": (lambda: np.zeros((4, 4), np.float32)[:, 0], ValueError, r"strides \(16,\)"),
+    "transposed": (lambda: np.zeros((2, 3), np.float32).T, ValueError, "not C-contiguous"),
+    "reversed": (lambda: np.zeros(4, np.float32)[::-1], ValueError, r"strides \(-4,\)"),
+    "Fortran order": (lambda: np.zeros((2, 3), np.float32, order="F"), ValueError, "not C-contiguous"),
+    "broadcast view": (lambda: np.broadcast_to(np.zeros(1, np.float32), (4,)), ValueError, "not C-contiguous"),
+    "foreign endian": (lambda: np.zeros(4, BIG + "f4"), ValueError, "foreign byte order"),
+    "bool": (lambda: np.zeros(4, bool), ValueError, "got 'bool'"),
+    "complex": (lambda: np.zeros(4, np.complex64), ValueError, "got 'complex64'"),
+    "int16": (lambda: np.zeros(4, np.int16), ValueError, "got 'int16'"),
+    "structured": (lambda: np.zeros(4, "i4,f4"), ValueError, "dtype must be one of"),
+    "object": (lambda: np.zeros(4, object), ValueError, "got 'object'"),
+    "datetime": (lambda: np.zeros(4, "M8[s]"), ValueError, "dtype must be one of"),
+    "list": (lambda: [1.0, 2.0], TypeError, "must be a NumPy array; got builtins.list"),
+    "number": (lambda: 3.0, TypeError, "must be a NumPy array"),
+    "NumPy scalar": (lambda: np.float32(3), TypeError, "must be a NumPy array"),
+    "bytes": (lambda: bytearray(8), TypeError, "must be a NumPy array"),
+    "None": (lambda: None, TypeError, "must be a NumPy array"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_buffers(comm: Communicator, what: str) -> None:
+    """What is no plain array is refused by name before anything is sent, and the next operation is right."""
+    make, kind, message = REFUSED[what]
+    with pytest.raises(kind, match=message) as caught:
+        comm.all_reduce(make())
+    assert f"rank {RANK}/{SIZE}" in str(caught.value) and "all_reduce #1: sendbuf" in str(caught.value)
+    data = np.ones(2)
+    comm.all_reduce(data)
+    assert (data == SIZE).all() and comm.sequence == 1
+
+
+def test_refused_pairs_of_buffers(comm: Communicator) -> None:
+    """Buffers that do not go together are refused with both facts."""
+    whole = np.zeros(8, np.float32)
+    readonly = np.zeros(4, np.float32)
+    readonly.flags.writeable = False
+    with pytest.raises(ValueError, match="overlap"):
+        comm.all_reduce(whole[:4], whole[2:6])
+    with pytest.raises(ValueError, match="read-only"):
+        comm.all_reduce(readonly)
+    with pytest.raises(ValueError, match="recvbuf is read-only"):
+        comm.all_reduce(whole[:4], readonly)
+    with pytest.raises(ValueError, match="sendbuf is float32 and recvbuf float64"):
+        comm.all_reduce(whole, np.zeros(8))
+    with pytest.raises(ValueError, match="recvbuf has 7 elements, needs 8"):
+        comm.all_reduce(whole, np.zeros(7, np.float32))
+    with pytest.raises(ValueError, match="overlap"):
+        comm.all_gather(whole[1:3], np.lib.stride_tricks.as_strided(whole, (2 * SIZE,), (4,)))
+    with pytest.raises(ValueError, match="no streams"):
+        comm.all_reduce(whole, stream=0)
+    with pytest.raises(ValueError, match="op must be one of"):
+        comm.all_reduce(whole, op="xor")
+    with pytest.raises(ValueError, match="root must be from 0"):
+        comm.broadcast(whole, root=SIZE)
+    with pytest.raises(TypeError, match="peer must be an int"):
+        comm.send(whole, peer="0")  # type: ignore[arg-type]
+    assert comm.sequence == 0 and comm.is_healthy()
+
+
+def test_device_memory_is_refused(comm: Communicator) -> None:
+    """A device array is refused by name on host memory, never read as an address."""
+
+    class Device:
+        __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}
+
+    with pytest.raises(TypeError, match="device memory"):
+        comm.all_reduce(Device())
+
+
+def test_zero_elements(comm: Communicator) -> None:
+    """A zero count is legal on all ranks alike, and takes a number."""
+    empty = np.empty((0, 5), np.float32)
+    comm.all_reduce(empty)
+    comm.all_gather(empty, empty)
+    comm.reduce_scatter(empty, empty)
+    comm.broadcast(empty)
+    assert comm.sequence == 4
+
+
+def test_group_that_raises_sends_nothing(comm: Communicator) -> None:
+    """An exception inside a group drops it: no number is taken, the lane is free, the communicator healthy."""
+    data = np.ones(3)
+
+    def failing_group() -> None:
+        with comm.group():
+            comm.all_reduce(data)
+            comm.send(data, (RANK + 1) % SIZE)
+            raise ZeroDivisionError
+
+    def refused_inner_group() -> None:
+        with comm.group():
+            comm.all_reduce(data)
+            comm.broadcast(data, root=SIZE)
+
+    with pytest.raises(ZeroDivisionError):
+        failing_group()
+    assert comm.sequence == 0 and (data == 1).all()
+    with comm.group():
+        comm.all_reduce(data)
+        with pytest.raises(ValueError, match="root"):
+            refused_inner_group()
+    assert comm.sequence == 1 and (data == SIZE).all()
+    thread = threading.Thread(target=comm.barrier)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_group_keeps_its_arrays(comm: Communicator) -> None:
+    """A group keeps arrays alive that the caller has let go of."""
+    data = np.full(1000, 7.0)
+    alive = weakref.ref(data)
+    with comm.group():
+        comm.broadcast(data)
+        del data
+        gc.collect()
+        assert alive() is not None
+    gc.collect()
+    assert alive() is None
+
+
+def test_second_thread_waits_its_turn(comm: Communicator) -> None:
+    """A second thread's operation comes after the group that holds the lane, never between."""
+    order: list[str] = []
+    entered, other = threading.Event(), np.ones(1)
+
+    def second() -> None:
+        entered.set()
+        comm.all_reduce(other)
+        order.append("second")
+
+    thread = threading.Thread(target=second)
+    with comm.group():
+        thread.start()
+        entered.wait(10)
+        comm.barrier()
+        order.append("group")
+    thread.join(20)
+    assert order == ["group", "second"] and (other == SIZE).all() and comm.sequence == 2
+
+
+def test_two_communicators_share_the_lane(comm: Communicator) -> None:
+    """Two communicators have sequences of their own, and are closed in any order on any rank."""
+    with butter_mpi.init(WORLD, plane=PLANE) as other:
+        other.barrier()
+        comm.barrier()
+        comm.barrier()
+        assert (comm.sequence, other.sequence) == (2, 1)
+        first, last = (comm, other) if RANK % 2 else (other, comm)
+        first.close()
+        last.close()
+    with butter_mpi.init(WORLD, plane=PLANE) as third:
+        third.barrier()
+
+
+def test_closing_is_safe_in_any_order(comm: Communicator) -> None:
+    """Closing twice, after abort, and aborting after close do nothing; use after it says so."""
+    comm.close()
+    comm.close()
+    comm.abort("too late")
+    with pytest.raises(CommunicatorClosedError, match="was closed"):
+        comm.barrier()
+    with pytest.raises(CommunicatorClosedError):
+        comm.check_async_error()
+    with pytest.raises(CommunicatorClosedError):
+        comm.attempt_reconnect()
+
+
+def test_dropped_communicator_warns(comm: Communicator) -> None:
+    """A communicator that is dropped open warns, and harms nobody."""
+    made = [butter_mpi.init(WORLD, plane=PLANE)]
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        made.clear()
+    comm.barrier()
+
+
+def test_many_communicators_leave_nothing(comm: Communicator) -> None:
+    """A hundred communicators, made and closed, leave no descriptor and no thread."""
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for _ in range(5):
+        butter_mpi.init(WORLD, plane=PLANE).close()
+    before = count()
+    for _ in range(100):
+        with butter_mpi.init(WORLD, plane=PLANE) as made:
+            made.barrier()
+    assert count() == before
+
+
+def test_plan_is_held_to(comm: Communicator) -> None:
+    """The first collective must be the planned one; afterwards everything goes."""
+    plan = {"operation": "all_reduce", "count": 4, "dtype": "float32", "op": "sum"}
+    with butter_mpi.init(WORLD, plane=PLANE, plan=plan) as made:
+        with pytest.raises(ValueError, match="count 5, planned 4"):
+            made.all_reduce(np.zeros(5, np.float32))
+        with pytest.raises(ValueError, match="operation 'barrier', planned 'all_reduce'"):
+            made.barrier()
+        made.all_reduce(np.zeros(4, np.float32))
+        made.barrier()
+    comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"plane": "gpu"}, "plane must be one of auto, nccl, host; got 'gpu'"),
+        ({"require_transport": "carrier pigeon"}, "require_transport must be one of"),
+        ({"plan": {"operation": "all_reduce"}}, "needs 'op'"),
+        ({"plan": {"operation": "sing"}}, "plan operation must be one of"),
+        ({"share_gpu": "maybe"}, "share_gpu must be one of"),
+    ],
+)
+def test_wrong_arguments_of_init(comm: Communicator, arguments: dict, message: str) -> None:
+    """A wrong argument of init is told on every rank, with the allowed values."""
+    with pytest.raises(PreflightError, match=message):
+        butter_mpi.init(WORLD, **{"plane": PLANE, **arguments})
+    comm.barrier()
+
+
+def test_wrong_argument_on_one_rank_reaches_all(comm: Communicator) -> None:
+    """One rank's wrong argument is an error on every rank, with the same text; nobody waits."""
+    with pytest.raises(PreflightError) as caught:
+        butter_mpi.init(WORLD, plane="gpu" if RANK == SIZE - 1 else PLANE)
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
+    comm.barrier()
+
+
+def test_not_a_communicator() -> None:
+    """What is no communicator is refused at once."""
+    with pytest.raises(TypeError, match="intracommunicator"):
+        butter_mpi.init("world")
+
+
+def test_fault_policy_bounds() -> None:
+    """Deadlines out of their range are refused with the range."""
+    with pytest.raises(ValueError, match="collective_deadline must be a number of seconds from 10 to 300; got 9"):
+        FaultPolicy(collective_deadline=9)
+    with pytest.raises(ValueError, match="action must be one of"):
+        FaultPolicy(action="ignore")
+
+
+def test_large_counts(comm: Communicator) -> None:
+    """More than 2^31 elements are one operation, and every one of them arrives."""
+    count = 2**31 + 1
+    data = np.zeros(count, np.int8)
+    marks = (0, 2**31 - 1, count - 1)
+    for mark in marks:
+        data[mark] = RANK + 1
+    comm.all_reduce(data)
+    assert [int(data[mark]) for mark in marks] == [TOTAL] * 3 and int(np.count_nonzero(data)) == 3
+
+
+needs_peer = pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
+
+
+@needs_peer
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (lambda c: c.all_reduce(np.zeros(4, np.float32)), lambda c: c.all_reduce(np.zeros(8, ml_dtypes.bfloat16))),
+        (lambda c: c.all_reduce(np.zeros(4)), lambda c: c.all_reduce(np.zeros(5))),
+        (lambda c: c.all_reduce(np.zeros(4)), lambda c: c.all_reduce(np.zeros(4), op="max")),
+        (lambda c: c.all_reduce(np.zeros(4)), lambda c: c.all_gather(np.zeros(4), np.zeros(4 * SIZE))),
+        (lambda c: c.broadcast(np.zeros(4), 0), lambda c: c.broadcast(np.zeros(4), 1)),
+        (lambda c: c.barrier(), lambda c: c.all_gather_json(1)),
+        (lambda c: c.barrier(), lambda c: c.send(np.zeros(4), 0)),
+    ],
+    ids=["dtype", "count", "op", "operation", "root", "control plane", "pair"],
+)
+def test_mismatch_is_named_everywhere(comm: Communicator, mine, other) -> None:  # type: ignore[no-untyped-def]
+    """A rank that submits something else is named on every rank with both call sites; no data is exchanged."""
+    last = SIZE - 1
+    with pytest.raises(CollectiveMismatchError) as caught:
+        (other if last == RANK else mine)(comm)
+    text = str(caught.value)
+    assert f"rank {last}" in text and text.count("test_communicator.py:") >= 2
+    with pytest.raises(CollectiveMismatchError):
+        comm.check_async_error()
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == text and again.records == caught.value.records
+    comm.attempt_reconnect()
+    data = np.ones(3)
+    comm.all_reduce(data)
+    assert (data == SIZE).all()
+
+
+@needs_peer
+def test_pair_mismatch(comm: Communicator) -> None:
+    """A recv of another size than the send is named on both ranks, and told to the others."""
+    kind = CollectiveMismatchError if RANK < 2 else CommunicatorBrokenError
+    calls = {0: lambda: comm.send(np.zeros(4), 1), 1: lambda: comm.recv(np.zeros(5), 0)}
+    with pytest.raises(kind, match="send"):
+        calls.get(RANK, comm.barrier)()
+    comm.attempt_reconnect()
+    comm.barrier()
+
+
+@needs_peer
+def test_sequence_goes_on_at_the_largest(comm: Communicator) -> None:
+    """After a reconnect the sequence goes on after the largest number of any rank."""
+    comm.barrier()
+    with pytest.raises(CommunicatorBrokenError):
+        comm.barrier() if RANK else comm.all_reduce(np.zeros(1))
+    comm.attempt_reconnect()
+    assert WORLD.allgather(comm.sequence) == [2] * SIZE
+    comm.barrier()
+    assert comm.sequence == 3
+
+
+def test_forked_child_is_refused(comm: Communicator) -> None:
+    """A forked child may not use its parent's communicator, and closing it there harms nobody."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            comm.barrier()
+        except CommunicatorClosedError as error:
+            os.write(write, str(error).encode())
+        comm.close()
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        assert "forked child" in pipe.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    comm.barrier()
+
+
+def test_c_environment_is_compared(comm: Communicator) -> None:
+    """A variable that only the C environment has is seen: NCCL reads getenv, not os.environ."""
+    setenv = ctypes.CDLL(None).setenv
+    unsetenv = ctypes.CDLL(None).unsetenv
+    setenv(b"NCCL_PROTO", b"LL" if RANK else b"Simple", 1)
+    try:
+        if SIZE == 1:
+            butter_mpi.init(WORLD, plane=PLANE).close()
+        else:
+            with pytest.raises(PreflightError, match="NCCL_PROTO"):
+                butter_mpi.init(WORLD, plane=PLANE)
+    finally:
+        unsetenv(b"NCCL_PROTO")
+    comm.barrier()
