@@ -1,0 +1,331 @@
+"""How jobs end: each scene is a job of its own, under each launcher, with a time limit; nothing may be left of it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from helpers.mpirun import MPIS, run_job, start_job
+
+HEAD = """
+import os, sys, time, threading, signal
+import numpy as np
+import butter_mpi
+from mpi4py import MPI
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+def say(text):
+    print(text, flush=True)
+def start(**fault):
+    return butter_mpi.init(plane="host", fault=butter_mpi.FaultPolicy(**{"collective_deadline": 10, **fault}))
+"""
+FOR_EVER = "threading.Event().wait()\n"
+
+every_launcher = pytest.mark.parametrize("mpi", MPIS)
+
+
+@every_launcher
+def test_never_closed(mpi: str) -> None:
+    """A communicator that nobody closes is no reason to fail or to wait."""
+    result = run_job(2, HEAD + "comm = start(); comm.barrier(); say('done')", mpi=mpi)
+    assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
+
+
+@every_launcher
+def test_finalized_by_the_user(mpi: str) -> None:
+    """After MPI.Finalize a communicator is closed: operations say so, and closing it does nothing."""
+    program = """
+comm = start(); comm.barrier()
+MPI.Finalize()
+for call in (comm.barrier, comm.check_async_error, comm.attempt_reconnect, lambda: comm.all_gather_json(1)):
+    try:
+        call()
+    except butter_mpi.CommunicatorClosedError as error:
+        assert "MPI.Finalize" in str(error)
+        say("refused")
+assert not comm.is_healthy()
+comm.close(); comm.abort()
+"""
+    result = run_job(2, HEAD + program, mpi=mpi)
+    assert result.rc == 0 and result.rank_out == ["refused\n" * 4] * 2, result.text
+
+
+@every_launcher
+def test_exception_on_one_rank(mpi: str) -> None:
+    """An uncaught exception on one rank ends the job within seconds, with that rank's traceback."""
+    program = "comm = start(); comm.barrier()\nif RANK == 1: raise ZeroDivisionError('rank 1 fails')\ncomm.barrier()"
+    result = run_job(3, HEAD + program, mpi=mpi, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+    assert "Traceback" in result.rank_err[1] and "ZeroDivisionError: rank 1 fails" in result.rank_err[1], result.text
+
+
+@every_launcher
+def test_exception_in_a_with_block_reaches_the_peer(mpi: str) -> None:
+    """An exception that leaves the `with` aborts: the peer is told what happened and where, within the second."""
+    program = """
+comm = start()
+try:
+    with comm:
+        comm.barrier()
+        if RANK == 1:
+            raise ZeroDivisionError("rank 1 fails")
+        begin = time.monotonic()
+        comm.all_reduce(np.zeros(3))
+except butter_mpi.PeerLostError as error:
+    say(f"{time.monotonic() - begin < 1} {error.lost_ranks} {error}")
+except ZeroDivisionError:
+    signal.pause() if SIZE > 1 and RANK == 1 else None
+"""
+    with start_job(2, HEAD + program, mpi=mpi, timeout=20) as job:
+        job.wait_for("told by rank 1", 0)
+        result = job.wait()
+    assert result.rc != 0, result.text
+    assert "True (1,)" in result.rank_out[0] and "ZeroDivisionError: rank 1 fails" in result.rank_out[0], result.text
+
+
+@every_launcher
+def test_early_exit_is_named(mpi: str) -> None:
+    """A rank that leaves early with status 0 is named to the rank that counts on it, and the job fails."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 1:
+    sys.exit(0)
+try:
+    comm.all_reduce(np.zeros(3))
+except butter_mpi.PeerLostError as error:
+    say(f"{error.lost_ranks} {error}")
+"""
+    result = run_job(2, HEAD + program, mpi=mpi, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+    assert "(1,)" in result.rank_out[0] and "rank 1 left" in result.rank_out[0], result.text
+    assert "barrier #1" in result.rank_out[0], result.text
+
+
+@every_launcher
+def test_killed_rank_ends_the_job(mpi: str) -> None:
+    """A killed rank ends the job; no process and no file is left."""
+    program = "comm = start(); comm.barrier(); say('up')\n" + FOR_EVER
+    with start_job(2, HEAD + program, mpi=mpi, timeout=20) as job:
+        for rank in range(2):
+            job.wait_for("up", rank)
+        job.signal(1, signal.SIGKILL)
+        result = job.wait(8)
+    assert result.rc != 0, result.text
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_frozen_rank_is_named_at_the_deadline(mpi: str) -> None:
+    """A stopped rank is warned of after 5 s and named at the collective deadline, with where it was last seen."""
+    program = """
+comm = start(); comm.barrier(); say("up")
+for turn in range(10**9):
+    comm.all_reduce(np.zeros(3)); time.sleep(0.01)
+"""
+    with start_job(2, HEAD + program, mpi=mpi, timeout=40) as job:
+        for rank in range(2):
+            job.wait_for("up", rank)
+        job.signal(1, signal.SIGSTOP)
+        result = job.wait(20)
+    assert result.rc != 0, result.text
+    assert "has waited 5 s for rank 1 (last seen at all_reduce #" in result.rank_err[0], result.text
+    assert "CollectiveTimeoutError" in result.rank_err[0], result.text
+    assert "from rank 1 (last seen at all_reduce #" in result.rank_err[0], result.text
+
+
+def test_late_rank_is_warned_of_and_no_fault() -> None:
+    """A rank that comes six seconds late is warned of once, by name and call site, and is no fault."""
+    program = "comm = start(); comm.barrier()\nif RANK == 1: time.sleep(6)\ncomm.barrier(); comm.close(); say('done')"
+    result = run_job(2, HEAD + program, timeout=30)
+    assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
+    assert result.rank_err[0].count("has waited") == 1 and "barrier #2" in result.rank_err[0], result.text
+    assert "rank 1 (last seen at barrier #1" in result.rank_err[0] and not result.rank_err[1], result.text
+
+
+def test_short_stop_is_no_fault() -> None:
+    """A rank stopped for three seconds is neither warned of nor lost."""
+    program = """
+comm = start(); comm.barrier(); say("up")
+end = time.monotonic() + 6
+while comm.all_gather_json(time.monotonic() < end)[0]:
+    comm.all_reduce(np.zeros(3))
+comm.close(); say("done")
+"""
+    with start_job(2, HEAD + program, timeout=40) as job:
+        job.wait_for("up", 1)
+        job.signal(1, signal.SIGSTOP)
+        # The time of the stop is what is tested.
+        signal.sigtimedwait([], 3)
+        job.signal(1, signal.SIGCONT)
+        result = job.wait()
+    assert result.rc == 0 and all("done" in out for out in result.rank_out), result.text
+    assert "has waited" not in result.rank_err[0] + result.rank_err[1], result.text
+
+
+def test_suspended_job_is_no_fault() -> None:
+    """Time in which this rank itself was stopped does not count: a job suspended whole goes on."""
+    program = """
+comm = start(); comm.barrier(); say("up")
+if RANK == 1:
+    signal.pause()
+comm.all_reduce(np.zeros(3)); comm.close(); say("done")
+"""
+    program = program.replace("signal.pause()", "signal.sigwait([signal.SIGUSR1])")
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+    with start_job(2, block + HEAD + program, timeout=60) as job:
+        for rank in range(2):
+            job.wait_for("up", rank)
+        for rank in range(2):
+            job.signal(rank, signal.SIGSTOP)
+        signal.sigtimedwait([], 11)
+        for rank in range(2):
+            job.signal(rank, signal.SIGCONT)
+        job.signal(1, signal.SIGUSR1)
+        result = job.wait()
+    assert result.rc == 0 and all("done" in out for out in result.rank_out), result.text
+
+
+@every_launcher
+def test_rank_that_never_starts(mpi: str) -> None:
+    """A rank that never comes to init: the others leave at the start deadline, naming the step; the job ends."""
+    program = f"if RANK == 1:\n    {FOR_EVER}start(start_deadline=2)"
+    result = run_job(2, HEAD + program, mpi=mpi, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+    assert "StartTimeoutError" in result.rank_err[0], result.text
+    assert "'duplicating the communicator' within 2.0 s (start deadline 2 s)" in result.rank_err[0], result.text
+
+
+def test_idle_command_is_never_late() -> None:
+    """A worker that waits for its next command is not warned of and has no deadline; it learns of root's end at once."""
+    program = """
+comm = start(); word = np.zeros(1, np.uint32)
+if RANK == 0:
+    time.sleep(11); word[0] = 7
+    comm.backend.broadcast(word.ctypes.data, 4, 0)
+    comm.close()
+else:
+    comm.backend.recv_command_u32(word.ctypes.data, 0); say(f"command {word[0]}")
+    try:
+        comm.backend.recv_command_u32(word.ctypes.data, 0)
+    except butter_mpi.PeerLostError as error:
+        say(f"left: {error}")
+"""
+    result = run_job(2, HEAD + program, timeout=40)
+    assert "command 7" in result.rank_out[1] and "left:" in result.rank_out[1], result.text
+    assert "has waited" not in result.rank_err[1], result.text
+
+
+def test_abort_reaches_every_rank() -> None:
+    """abort is told to every peer with its reason, also to one that only looks for errors."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 0:
+    comm.abort("out of cheese")
+    try:
+        comm.barrier()
+    except butter_mpi.CommunicatorClosedError as error:
+        say(f"refused {error}")
+    MPI.COMM_WORLD.Barrier()
+else:
+    try:
+        comm.wait_for_async_error(10) if RANK == 1 else comm.barrier()
+    except butter_mpi.PeerLostError as error:
+        say(f"{error.lost_ranks} {error}")
+    MPI.COMM_WORLD.Barrier()
+"""
+    result = run_job(3, HEAD + program, timeout=20)
+    assert result.rc != 0 and "was aborted" in result.rank_out[0], result.text
+    for out in result.rank_out[1:]:
+        assert "(0,)" in out and "out of cheese" in out, result.text
+
+
+def test_action_abort_ends_the_job() -> None:
+    """With action abort a poisoned communicator ends the job, and says why."""
+    program = """
+comm = start(action="abort")
+if RANK == 1: comm.all_reduce(np.zeros(3))
+else: comm.barrier()
+signal.pause()
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+    assert any("action abort" in err and "submitted" in err for err in result.rank_err), result.text
+
+
+def test_interrupt_in_a_collective() -> None:
+    """An interrupt in the middle of a collective poisons it: the peer is told, and the job ends."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 1:
+    say("up")
+    try:
+        comm.wait_for_async_error(15)
+    except butter_mpi.CommunicatorBrokenError as error:
+        say(f"told: {error}")
+        raise
+say("waiting"); comm.barrier()
+"""
+    with start_job(2, HEAD + program, timeout=30) as job:
+        job.wait_for("up", 1)
+        job.wait_for("waiting", 0)
+        signal.sigtimedwait([], 0.3)
+        job.signal(0, signal.SIGINT)
+        job.wait_for("told:", 1)
+        result = job.wait(10)
+    assert result.rc != 0 and "interrupted by KeyboardInterrupt" in result.rank_out[1], result.text
+
+
+def test_lane_of_a_dead_thread() -> None:
+    """A thread that ends inside a group does not hang the interpreter's exit."""
+    program = """
+comm = start()
+thread = threading.Thread(target=comm.backend.group_start); thread.start(); thread.join()
+say("leaving")
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc == 0 and result.seconds < 8 and result.rank_out == ["leaving\n"] * 2, result.text
+
+
+def test_exit_while_others_log() -> None:
+    """A daemon thread that logs for ever does not disturb the interpreter's exit."""
+    program = """
+import logging
+logging.basicConfig(stream=open(os.devnull, "w"), level=logging.INFO)
+def chatter():
+    while True:
+        logging.getLogger("butter_mpi").info("chatter")
+comm = start()
+threading.Thread(target=chatter, daemon=True).start()
+comm.barrier(); say("done")
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
+
+
+def test_forked_worker_may_end() -> None:
+    """A forked worker process ends by itself without harming its parent's communicator."""
+    program = """
+import multiprocessing, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+comm = start(); comm.barrier()
+def work():
+    comm.close()
+    say("worker")
+child = multiprocessing.get_context("fork").Process(target=work); child.start(); child.join()
+assert child.exitcode == 0
+comm.barrier(); comm.close(); say("done")
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc == 0 and all("worker" in out and "done" in out for out in result.rank_out), result.text
+
+
+def test_import_makes_no_context_in_the_parent() -> None:
+    """Importing the package and its doctor leaves MPI, CUDA and NCCL alone, so that a fork afterwards is safe."""
+    program = """
+import sys
+import butter_mpi, butter_mpi.doctor
+butter_mpi.versions()
+maps = open("/proc/self/maps").read()
+assert not [name for name in ("libcuda", "libnccl", "libmpi") if name in maps], maps
+print("light", flush=True)
+"""
+    result = run_job(1, program)
+    assert result.rc == 0 and result.rank_out == ["light\n"], result.text
