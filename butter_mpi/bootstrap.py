@@ -127,8 +127,8 @@ def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, m
     if level < mpi.THREAD_SERIALIZED:
         names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED"}
         failures.append(
-            f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, "
-            "but from any thread: needs SERIALIZED or higher (mpi4py.rc.thread_level = 'serialized', or mpi4py's default)"
+            f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but "
+            "from any thread: needs SERIALIZED or higher (mpi4py's default, or mpi4py.rc.thread_level = 'serialized')"
         )
     return _Asked(settings, checked, failures)
 
@@ -141,7 +141,6 @@ class _Start:
         self._settings = asked.settings
         self._watch = Watch(asked.settings.start_deadline)
         self._who = f"rank {comm.rank}/{comm.size} on {socket.gethostname()}"
-        self._phase = "begin"
 
     def run(self) -> Communicator:
         """Take every step; a step that is overdue is named."""
@@ -151,11 +150,18 @@ class _Start:
         except Overdue as error:
             raise StartTimeoutError(
                 f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start "
-                f"deadline {self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a longer "
-                "start_deadline",
+                f"deadline {self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a "
+                "longer start_deadline",
                 phase=error.phase,
                 elapsed=error.elapsed,
             ) from None
+        except self._mpi.Exception as error:
+            ENDING.alone()
+            raise StartError(
+                f"{self._who}: start: MPI failed: {error}. Look at what the launcher and MPI say above",
+                phase="MPI",
+                elapsed=self._watch.elapsed,
+            ) from error
 
     def _collect(self) -> dict[str, Any]:
         world = self._mpi.COMM_WORLD

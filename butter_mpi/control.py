@@ -30,6 +30,7 @@ _TAG = 1
 _MESSAGE_BYTES = 4096
 _LONGEST_TICK = 0.5
 _CANCEL_SECONDS = 1.0
+_GOODBYE_SECONDS = 0.5
 _KEPT: list[tuple[Any, ...]] = []
 _UNSENT: list[tuple[Any, ...]] = []
 _LISTENING: set[Control] = set()
@@ -54,7 +55,13 @@ def unfinished() -> bool:
 
 
 def retire_all() -> None:
-    """Stop every mailbox that still listens; before MPI_Finalize."""
+    """Stop every mailbox that still listens; before MPI_Finalize.
+
+    Peers that leave now too get a moment to say their last word: MPI complains of messages that nobody received.
+    """
+    watch, pause = Watch(_GOODBYE_SECONDS), Pause()
+    while not all([control.settled() for control in _LISTENING]) and not watch.tick():
+        pause()
     for control in list(_LISTENING):
         control.retire()
 

@@ -31,6 +31,7 @@ class Ending:
         self._planes: weakref.WeakSet[Plane] = weakref.WeakSet()
         self._orphans: list[Plane] = []
         self._broken: list[Plane] = []
+        self._alone = False
         self._mpi: Any = None
         self._pid = 0
 
@@ -53,6 +54,10 @@ class Ending:
         """Remember a poisoned plane, also after it was dropped."""
         self._broken.append(plane)
 
+    def alone(self) -> None:
+        """Remember that this rank failed in a way that the others cannot know of."""
+        self._alone = True
+
     def _tidy(self) -> None:
         while self._orphans:
             self._orphans.pop().close("dropped")
@@ -62,7 +67,7 @@ class Ending:
         if os.getpid() != self._pid or self._mpi.Is_finalized():
             return
         error = getattr(sys, "last_value", None)
-        unsafe = unfinished() or any(p.health.cause is not None and p.health.cause.lost_ranks for p in self._broken)
+        unsafe = self._alone or unfinished() or any(p.health.cause is not None and p.health.cause.lost_ranks for p in self._broken)
         for plane in [*self._planes, *self._orphans]:
             if plane.health.closed:
                 continue

@@ -1,0 +1,75 @@
+"""Jobs of a real Slurm: the start, its refusals, and a lost rank that no launcher ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+from helpers.slurm import PMI, Slurm
+
+PROGRAM = """
+import threading
+import numpy as np
+import butter_mpi
+comm = butter_mpi.init(plane="host", fault=butter_mpi.FaultPolicy(collective_deadline=10, start_deadline=20))
+data = np.full(3, comm.rank + 1.0)
+comm.all_reduce(data)
+print("sum", data[0], flush=True)
+"""
+GOES_ON = PROGRAM + "for turn in range(10**9):\n    comm.all_reduce(data); threading.Event().wait(0.01)\n"
+
+
+@pytest.mark.parametrize("mpi", PMI)
+def test_ranks_of_a_step_find_each_other(slurm: Slurm, mpi: str) -> None:
+    """Under srun with the PMI that the MPI understands, a job of four ranks on two nodes runs."""
+    result = slurm.run_job(4, PROGRAM + "comm.close()", mpi=mpi)
+    assert result.rc == 0 and result.rank_out == ["sum 10.0\n"] * 4, result.text
+
+
+@pytest.mark.parametrize(("mpi", "pmi"), [("mpich", "none"), ("openmpi", "none"), ("openmpi", "pmi2")])
+def test_false_green_is_refused(slurm: Slurm, mpi: str, pmi: str) -> None:
+    """srun with the wrong PMI would give jobs of one rank each: start is refused with the option to try."""
+    result = slurm.run_job(2, PROGRAM, mpi=mpi, pmi=pmi, options=["--kill-on-bad-exit=0"])
+    assert result.rc != 0 and not any("sum" in out for out in result.rank_out), result.text
+    for err in result.rank_err:
+        assert "PreflightError" in err and "--mpi=" in err, result.text
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_killed_rank(slurm: Slurm, mpi: str) -> None:
+    """A killed rank ends the step with -K, as our own batch scripts ask."""
+    with slurm.start_job(3, GOES_ON, mpi=mpi) as job:
+        for rank in range(3):
+            job.wait_for("sum", rank)
+        job.signal(1, signal.SIGKILL)
+        result = job.wait(15)
+    assert result.rc != 0, result.text
+
+
+def test_killed_rank_in_a_step_that_goes_on(slurm: Slurm) -> None:
+    """Where the step goes on after a death, the survivors name the rank at the deadline, and end the job."""
+    with slurm.start_job(3, GOES_ON, options=["--kill-on-bad-exit=0"]) as job:
+        for rank in range(3):
+            job.wait_for("sum", rank)
+        job.signal(1, signal.SIGKILL)
+        result = job.wait(25)
+    assert result.rc != 0, result.text
+    errors = result.rank_err[0] + result.rank_err[2]
+    assert "CollectiveTimeoutError" in errors and "from rank 1 (last seen at all_reduce #" in errors, result.text
+
+
+def test_exception_on_one_rank(slurm: Slurm) -> None:
+    """An uncaught exception on one rank ends the step, with its traceback, also where the step would go on."""
+    program = PROGRAM + "if comm.rank == 1: raise ZeroDivisionError('rank 1 fails')\n" + "comm.barrier()\n"
+    result = slurm.run_job(3, program, options=["--kill-on-bad-exit=0"], timeout=20)
+    assert result.rc != 0 and "ZeroDivisionError: rank 1 fails" in result.rank_err[1], result.text
+
+
+def test_selftest_outside_a_step_is_refused(slurm: Slurm) -> None:
+    """Inside an allocation of several tasks but outside any step the selftest says how to start it."""
+    command = [sys.executable, "-m", "butter_mpi.selftest", "--plane", "host"]
+    result = slurm.run("salloc", "-n2", *command)
+    assert result.returncode != 0 and "srun" in result.stderr and "Traceback" not in result.stderr, result.stderr
+    alone = slurm.run("salloc", "-n2", *command, "--np-expected", "1")
+    assert alone.returncode == 0, alone.stderr + alone.stdout
