@@ -73,3 +73,11 @@ def test_selftest_outside_a_step_is_refused(slurm: Slurm) -> None:
     assert result.returncode != 0 and "srun" in result.stderr and "Traceback" not in result.stderr, result.stderr
     alone = slurm.run("salloc", "-n2", *command, "--np-expected", "1")
     assert alone.returncode == 0, alone.stderr + alone.stdout
+
+
+def test_mpi_failure_in_the_start(slurm: Slurm) -> None:
+    """An MPI that has no way to another node fails the start on the rank that finds it, and the step ends."""
+    env = {"OMPI_MCA_btl": "self,sm"}
+    result = slurm.run_job(2, PROGRAM, mpi="openmpi", env=env, options=["--kill-on-bad-exit=0"], timeout=40)
+    assert result.rc != 0 and result.seconds < 35, result.text
+    assert any("StartError" in err and "start: MPI failed" in err for err in result.rank_err), result.text
