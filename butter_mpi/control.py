@@ -60,7 +60,7 @@ def retire_all() -> None:
     Peers that leave now too get a moment to say their last word: MPI complains of messages that nobody received.
     """
     watch, pause = Watch(_GOODBYE_SECONDS), Pause()
-    while not all([control.settled() for control in _LISTENING]) and not watch.tick():
+    while not all(control.settled() for control in _LISTENING) and not watch.tick():
         pause()
     for control in list(_LISTENING):
         control.retire()

@@ -67,7 +67,8 @@ class Ending:
         if os.getpid() != self._pid or self._mpi.Is_finalized():
             return
         error = getattr(sys, "last_value", None)
-        unsafe = self._alone or unfinished() or any(p.health.cause is not None and p.health.cause.lost_ranks for p in self._broken)
+        causes = [plane.health.cause for plane in self._broken]
+        unsafe = self._alone or unfinished() or any(cause is not None and cause.lost_ranks for cause in causes)
         for plane in [*self._planes, *self._orphans]:
             if plane.health.closed:
                 continue

@@ -1,0 +1,39 @@
+"""Settings from arguments, variables and defaults."""
+
+from __future__ import annotations
+
+import pytest
+
+from butter_mpi.settings import FaultPolicy, Settings
+
+
+def test_arguments_win_over_variables_and_those_over_defaults() -> None:
+    """An argument wins over its variable, a variable over the default; an empty variable is none."""
+    env = {"BUTTER_MPI_PLANE": "host", "BUTTER_MPI_START_DEADLINE": "5", "BUTTER_MPI_SHARE_GPU": ""}
+    assert Settings.resolve(env) == Settings(plane="host", start_deadline=5.0)
+    assert Settings.resolve(env, plane="auto", share_gpu=True) == Settings(start_deadline=5.0, share_gpu=True)
+    assert Settings.resolve(env, FaultPolicy(start_deadline=7), plane=None).start_deadline == 7
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"BUTTER_MPI_PLANE": "gpu"}, "BUTTER_MPI_PLANE must be one of auto, nccl, host; got 'gpu'"),
+        ({"BUTTER_MPI_PLAIN": "host"}, "BUTTER_MPI_PLAIN is not a variable of butter_mpi; known are BUTTER_MPI_ACTION"),
+        ({"BUTTER_MPI_START_DEADLINE": "soon"}, "must be a number of seconds from 1 to 3600; got 'soon'"),
+        ({"BUTTER_MPI_START_DEADLINE": "nan"}, "must be a number of seconds from 1 to 3600; got 'nan'"),
+        ({"BUTTER_MPI_COLLECTIVE_DEADLINE": "301"}, "must be a number of seconds from 10 to 300; got '301'"),
+        ({"BUTTER_MPI_SHARE_GPU": "perhaps"}, "BUTTER_MPI_SHARE_GPU must be one of 1, true, yes, on, 0, false, no, off"),
+        ({"BUTTER_MPI_REQUIRE_TRANSPORT": "TCP"}, "must be one of P2P, SHM, NET/IB, NET/Socket; got 'TCP'"),
+        ({"BUTTER_MPI_ACTION": "shrug"}, "BUTTER_MPI_ACTION must be one of raise, abort; got 'shrug'"),
+    ],
+)
+def test_malformed_variables_are_told_with_what_is_allowed(env: dict[str, str], message: str) -> None:
+    """A malformed or unknown variable is refused by name, with the allowed values."""
+    with pytest.raises(ValueError, match=message):
+        Settings.resolve(env)
+
+
+def test_test_variables_are_free() -> None:
+    """Variables of the project's own tests are not taken for misspelt settings."""
+    assert Settings.resolve({"BUTTER_MPI_TEST_NCCL": "x"}) == Settings()
