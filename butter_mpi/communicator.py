@@ -27,9 +27,9 @@ class Communicator:
     """The ranks of a job, and the operations between them.
 
     Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after
-    every check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons nothing. On
-    the ``host`` and ``solo`` planes arrays are NumPy arrays (ml_dtypes' types too), ``stream`` is ``None``, and an
-    operation has completed when it returns.
+    every check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons
+    nothing. On the ``host`` and ``solo`` planes arrays are NumPy arrays (ml_dtypes' types too), ``stream`` is ``None``,
+    and an operation has completed when it returns.
 
     As a context manager: a normal exit closes, an exception aborts.
     """

@@ -44,14 +44,14 @@ class Overdue(Exception):
         self.phase, self.elapsed = phase, elapsed
 
 
-def keep_for_ever(*things: Any) -> None:
-    """Keep requests that MPI may still write through, and their buffers."""
-    _KEPT.append(things)
+def keep_for_ever(request: Any, *buffers: Any) -> None:
+    """Keep a request that MPI may still write through, and its buffers."""
+    _KEPT.append((request, *buffers))
 
 
 def unfinished() -> bool:
-    """Whether a request was given up: MPI_Finalize would wait for it."""
-    return bool(_KEPT)
+    """Whether a request that was given up is not done to this day: MPI_Finalize would wait for it."""
+    return not all(request.Test() for request, *_ in _KEPT)
 
 
 def retire_all() -> None:

@@ -73,6 +73,9 @@ class Ending:
             if plane.health.closed:
                 continue
             unsafe = unsafe or plane.health.cause is not None or (error is not None and plane.world_size() > 1)
+            if plane.in_flight:
+                unsafe = True
+                _say(f"{plane.who}: leaving while another thread is in {plane.in_flight}; the job is ended")
             plane.close("closed at exit", None if error is None else _ended_by(plane, error))
         if unsafe:
             self.abort_job(_STATUS)
@@ -88,6 +91,11 @@ class Ending:
         if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
             self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"butter_mpi: {line}\n".encode(errors="replace"))
 
 
 def _ended_by(plane: Plane, error: BaseException) -> PeerLostError:

@@ -64,6 +64,7 @@ class Plane(ABC):
         self.health = Health()
         self.sequence = 0
         self.last = ""
+        self.in_flight = ""
         self._pairs: dict[int, int] = {}
         self._on_poison = on_poison
         self._group: list[Operation] | None = None
@@ -88,8 +89,12 @@ class Plane(ABC):
         ordered = self._ordered(operations)
         self._check_own_pairs(ordered)
         numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
-        with self._poisoning(numbered[0][1]):
-            self._execute(numbered)
+        self.in_flight = describe(numbered[0][1])
+        try:
+            with self._poisoning(numbered[0][1]):
+                self._execute(numbered)
+        finally:
+            self.in_flight = ""
         self.last = describe(numbered[-1][1])
 
     @contextmanager

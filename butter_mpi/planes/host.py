@@ -29,6 +29,7 @@ from butter_mpi.planes.waiting import Waiting, error_from, notice_of
 __all__ = ["HostPlane"]
 
 _STAGE_BYTES = 8 << 20
+_GRACE = 0.5
 _TAG = 1
 _TAGS = 1 << 14
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
@@ -114,7 +115,8 @@ class HostPlane(Plane):
 
     def _finish(self, tasks: list[Task], record: dict[str, Any]) -> None:
         """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
-        waiting = Waiting(self._control, self.who, record, self.deadline)
+        # Every rank has come to this operation: one that broke in the next one does not end it while data moves.
+        waiting = Waiting(self._control, self.who, record, self.deadline, grace=_GRACE)
         try:
             while tasks:
                 steps = [(task, next(task, None)) for task in tasks]
@@ -123,13 +125,13 @@ class HostPlane(Plane):
                 if moved:
                     waiting.restart()
                 if tasks:
-                    waiting.look((), moved)
+                    waiting.look((), waiting.take() or moved)
         except self._mpi.Exception as error:
             raise CommunicatorBrokenError(f"{waiting.text()}: MPI failed: {error}", **waiting.facts([])) from error
         finally:
-            if self._pending:
-                keep_for_ever(*self._pending.values())
-                self._pending.clear()
+            for entry in self._pending.values():
+                keep_for_ever(*entry)
+            self._pending.clear()
 
     def _wait(self, request: Any, *buffers: npt.NDArray[Any]) -> Task:
         """Yield until `request` is done; until then it and its buffers are this plane's."""
@@ -153,9 +155,11 @@ class HostPlane(Plane):
     def _broadcast(self, operation: Operation) -> Task:
         for first, count in self._pieces(operation, 1):
             user = at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)
-            stage = user.copy()
+            is_root = operation.root == self._rank
+            stage = user.copy() if is_root else np.empty_like(user)
             yield from self._wait(self._data.Ibcast(self._bytes(stage), root=operation.root), stage)
-            user[:] = stage
+            if not is_root:
+                user[:] = stage
 
     def _all_gather(self, operation: Operation) -> Task:
         size = operation.dtype.itemsize

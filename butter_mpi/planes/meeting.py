@@ -47,7 +47,7 @@ def meet(control: Control, who: str, mine: Mapping[int, Sequence[Record]], limit
         return
     waiting = Waiting(control, who, next(iter(open_records.values()))[0], limit)
     while open_records:
-        moved = False
+        moved = waiting.take()
         for peer in [p for p in open_records if control.inbox[p]]:
             moved = True
             _compare(control, waiting, peer, open_records)

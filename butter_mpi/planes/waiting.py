@@ -60,11 +60,17 @@ class Waiting:
         The signature of the operation that waits.
     limit : float or None
         The deadline in seconds; ``None`` for a wait that is never late.
+    grace : float
+        Seconds without progress after which a peer's failure ends this wait too.
     """
 
-    def __init__(self, control: Control, who: str, record: Mapping[str, Any], limit: float | None) -> None:
+    def __init__(
+        self, control: Control, who: str, record: Mapping[str, Any], limit: float | None, grace: float = 0.0
+    ) -> None:
         self._control, self._who, self._record = control, who, record
         self._watch = Watch(limit)
+        self._grace = grace
+        self._broken: Watch | None = None
         self._pause = Pause()
         self._warn_at = _FIRST_WARNING
 
@@ -87,17 +93,24 @@ class Waiting:
         """Return who waits in what."""
         return f"{self._who}: {describe(self._record)}"
 
+    def take(self) -> bool:
+        """Take messages; returns whether any came."""
+        return self._control.pump()
+
     def look(self, missing: Sequence[int], moved: bool) -> None:
-        """Take messages, raise what they say, warn, and pause if nothing `moved`.
+        """Raise what the messages say, warn, and pause if nothing `moved`.
+
+        What a peer sent before it broke counts: look after what came is dealt with.
 
         Raises
         ------
         CommunicatorBrokenError
             A peer broke, a missing peer left, or the deadline is over.
         """
-        moved = self._control.pump() or moved
         if self._control.broken is not None:
-            raise error_from(self._who, *self._control.broken)
+            self._broken = self._broken or Watch(self._grace)
+            if self._broken.tick():
+                raise error_from(self._who, *self._control.broken)
         gone = [p for p in missing if p in self._control.left and not self._control.inbox[p]]
         if gone:
             raise self.lost(gone)
@@ -113,7 +126,7 @@ class Waiting:
 
     def restart(self) -> None:
         """Begin the wait anew: data has moved, so whoever is waited for is alive and at it."""
-        self._watch = Watch(self._watch.limit)
+        self._watch, self._broken = Watch(self._watch.limit), None
         self._warn_at = _FIRST_WARNING
 
     def lost(self, gone: Sequence[int]) -> errors.PeerLostError:

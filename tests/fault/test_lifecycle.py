@@ -214,7 +214,7 @@ else:
 
 
 def test_abort_reaches_every_rank() -> None:
-    """abort is told to every peer with its reason, also to one that only looks for errors."""
+    """Abort is told to every peer with its reason, also to one that only looks for errors."""
     program = """
 comm = start(); comm.barrier()
 if RANK == 0:
@@ -282,6 +282,22 @@ say("leaving")
 """
     result = run_job(2, HEAD + program, timeout=20)
     assert result.rc == 0 and result.seconds < 8 and result.rank_out == ["leaving\n"] * 2, result.text
+
+
+def test_exit_while_a_thread_is_in_a_collective() -> None:
+    """A rank that ends while another of its threads waits in an operation ends the job, and says so."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 1:
+    threading.Thread(target=comm.barrier, daemon=True).start()
+    while not comm.backend.in_flight:
+        os.sched_yield()
+    sys.exit(0)
+signal.pause()
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 10, result.text
+    assert "leaving while another thread is in barrier #2" in result.rank_err[1], result.text
 
 
 def test_exit_while_others_log() -> None:

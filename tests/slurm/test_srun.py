@@ -29,7 +29,7 @@ def test_ranks_of_a_step_find_each_other(slurm: Slurm, mpi: str) -> None:
 
 @pytest.mark.parametrize(("mpi", "pmi"), [("mpich", "none"), ("openmpi", "none"), ("openmpi", "pmi2")])
 def test_false_green_is_refused(slurm: Slurm, mpi: str, pmi: str) -> None:
-    """srun with the wrong PMI would give jobs of one rank each: start is refused with the option to try."""
+    """Srun with the wrong PMI would give jobs of one rank each: start is refused with the option to try."""
     result = slurm.run_job(2, PROGRAM, mpi=mpi, pmi=pmi, options=["--kill-on-bad-exit=0"])
     assert result.rc != 0 and not any("sum" in out for out in result.rank_out), result.text
     for err in result.rank_err:

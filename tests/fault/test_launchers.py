@@ -1,0 +1,235 @@
+"""The launchers: what they make, what they survive, and the one line they say when they cannot go on."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from helpers.mpirun import find_mpi
+from helpers.require import need
+from helpers.script import NOBODY, Script, ScriptResult, run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+SELFTEST = ROOT / "launch" / "selftest"
+OFFLINE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+DEVICE_FILES = list(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def ordinary_user() -> tuple[str, ...]:
+    """Return what comes before a command to run it without the rights of root."""
+    if os.geteuid() != 0:
+        return ()
+    known = any(entry.pw_name == "nobody" for entry in pwd.getpwall())
+    need("user", known and shutil.which("setpriv"), "no user nobody, or no setpriv")
+    return NOBODY
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the sources, without environments, under a path with spaces that every user can read."""
+    place = Path(subprocess.check_output(["mktemp", "-d", "/tmp/bmj-XXXXXX"], text=True).strip())
+    place.chmod(0o755)
+    copy = place / "a checkout"
+    copy.mkdir()
+    for name in ("LICENSE", "README.md", "pyproject.toml", "butter_mpi", "launch"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, copy / name)
+    yield copy
+    shutil.rmtree(place)
+
+
+def stub(folder: Path, name: str, text: str) -> Path:
+    """Make a program of our own and return it."""
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def one_line(result: ScriptResult) -> str:
+    """Return the only line that a refusal may say; it has no traceback and a status other than 0."""
+    assert result.rc not in (0, 124), result.text
+    lines = result.err.splitlines()
+    assert (len(lines), result.out) == (1, ""), result.text
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mpi", "lam"], "launch: --mpi takes mpich, openmpi or system; got 'lam'"),
+        (["--mpi"], "launch: --mpi needs a value"),
+        (["-np", "0"], "launch: -np takes a number from 1 to 9999; got '0'"),
+        (["-np", "two"], "launch: -np takes a number from 1 to 9999; got 'two'"),
+    ],
+)
+def test_wrong_option_is_refused_in_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    """A wrong option of the launcher names what is allowed, before anything is made."""
+    assert one_line(run_script([SELFTEST, *arguments], cwd=tmp_path)) == said
+
+
+def test_help_says_what_it_starts(tmp_path: Path) -> None:
+    """--help shows the head of the script and starts nothing."""
+    result = run_script([SELFTEST, "--help"], cwd=tmp_path)
+    assert result.rc == 0
+    assert "--mpi openmpi -np 4" in result.out
+    assert "set -euo" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (
+            "3.10.4 False True /old/python3",
+            "needs Python 3.11 or newer, found 3.10.4: .*install python3.11 python3.11-venv",
+        ),
+        (
+            "3.12.1 True False /bare/python3",
+            r"Python 3.12.1 \(/bare/python3\) cannot make environments: .*install python3.12-venv",
+        ),
+    ],
+)
+def test_unfit_python_is_named_with_the_command_that_helps(
+    facts: str, said: str, checkout: Path, tmp_path: Path
+) -> None:
+    """A Python that is too old or cannot make environments is refused in one line with an install command."""
+    python = stub(tmp_path / "bin", "python3", f"echo {facts}")
+    env = {"PYTHON": str(python), "PATH": "/usr/bin:/bin"}
+    line = one_line(run_script([checkout / "launch" / "selftest"], env=env, cwd=tmp_path))
+    assert re.search(said, line), line
+
+
+def test_uv_stands_in_for_a_missing_venv_module(checkout: Path, tmp_path: Path) -> None:
+    """Where Python cannot make environments and uv is there, uv is used; its failure is passed on in one line."""
+    python = stub(tmp_path / "bin", "python3", "echo 3.12.1 True False /bare/python3")
+    stub(tmp_path / "bin", "uv", 'echo "no room for $*"; exit 1')
+    env = {"PYTHON": str(python), "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    result = run_script([checkout / "launch" / "selftest"], env=env, cwd=tmp_path)
+    assert result.rc == 2, result.text
+    assert "uv failed: no room for venv -q --seed --python /bare/python3" in result.err.splitlines()[-1]
+
+
+def test_first_start_without_network_says_so(checkout: Path, tmp_path: Path) -> None:
+    """Without a package index the first start ends with one clear line, and leaves nothing that counts as made."""
+    result = run_script([checkout / "launch" / "selftest"], env=OFFLINE, cwd=tmp_path)
+    assert result.rc == 2, result.text
+    making, reason = result.err.splitlines()
+    assert "making" in making
+    assert "no package index answers" in reason
+    assert not (checkout / ".venv" / "mpich" / "stamp").exists()
+
+
+def test_no_place_to_write_is_said(checkout: Path) -> None:
+    """Where neither the checkout nor the cache can be written, one line says what to set."""
+    user = ordinary_user()
+    checkout.chmod(0o555)
+    env = {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": None}
+    result = run_script([*user, checkout / "launch" / "selftest"], env=env, cwd=checkout)
+    assert "set XDG_CACHE_HOME to a folder that you can write" in one_line(result)
+
+
+def _package_index(folder: Path) -> bool:
+    command = [find_mpi("mpich").python, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, "hatchling"]
+    return run_script(command, cwd=folder).rc == 0
+
+
+def test_first_start_survives_a_cut_and_a_double_start(checkout: Path, tmp_path: Path) -> None:
+    """An ordinary user's first start that was killed is made good by the next two at once; later ones need no network.
+
+    The checkout cannot be written, its path has spaces, and the shell of the later start has another Python's variables
+    and a working folder with modules of the same names.
+    """
+    need("network", _package_index(tmp_path), "pip can download nothing")
+    user, home = ordinary_user(), checkout.parent / "home"
+    home.mkdir()
+    if user:
+        shutil.chown(home, "nobody")
+    checkout.chmod(0o555)
+    command = [*user, checkout / "launch" / "selftest"]
+    env = {"HOME": str(home), "XDG_CACHE_HOME": None, "TMPDIR": str(home), "PYTHON": "/usr/bin/python3"}
+
+    cut = Script(command, env=env, cwd=home)
+    _await_package(home)
+    cut.kill()
+
+    both = [Script(command, env=env, cwd=home) for _ in range(2)]
+    ended = [script.wait(120) for script in both]
+    assert [result.rc for result in ended] == [0, 0], "\n".join(result.text for result in ended)
+    assert sum("making" in result.err for result in ended) == 1
+    assert sum("another start is making" in result.err for result in ended) == 1
+    assert not (checkout / ".venv").exists()
+
+    for name in ("numpy", "mpi4py", "json"):
+        (home / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    hostile = {"PYTHONPATH": str(home), "PYTHONHOME": "/nowhere", "VIRTUAL_ENV": "/nowhere", "PIP_NO_INDEX": "1"}
+    later = run_script(command, env={**env, **hostile, "PYTHON": None}, cwd=home)
+    assert later.rc == 0, later.text
+    assert "making" not in later.err
+
+
+def _await_package(home: Path) -> None:
+    """Wait until pip has begun to unpack into the new environment."""
+    end = time.monotonic() + 60
+    while not list(home.glob(".cache/butter_mpi/*/mpich/lib/python3*/site-packages/numpy")):
+        assert time.monotonic() < end, "pip unpacks nothing"
+        time.sleep(0.01)  # the folders to watch do not exist yet
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "count"),
+    [(0, None, len(DEVICE_FILES)), (2, None, 2), (2, "0", 1), (2, "", 0), (2, "-1", 0), (1, "0,1,2", 1)],
+)
+def test_devices_are_counted_as_a_program_would_see_them(
+    gpus: int, visible: str | None, count: int, tmp_path: Path
+) -> None:
+    """The count is the driver's, narrowed by CUDA_VISIBLE_DEVICES."""
+    lines = "\n".join(f"echo 'GPU {number}: Some GPU (UUID: GPU-{number})'" for number in range(gpus))
+    stub(tmp_path / "bin", "nvidia-smi", lines or "echo 'NVIDIA-SMI has failed'; exit 9")
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": visible}
+    result = run_script(["bash", "-c", '. "$0"; count_devices', ROOT / "launch" / "lib.sh"], env=env, cwd=tmp_path)
+    assert result.out.strip() == str(count), result.text
+
+
+@pytest.mark.parametrize(
+    ("mpi", "line", "options"),
+    [
+        (
+            "mpich",
+            "localhost:2",
+            "-f hosts -genv NCCL_IB_TIMEOUT 10 -genv NCCL_IB_RETRY_CNT 1 -genv NCCL_IB_HCA mlx5_0",
+        ),
+        (
+            "openmpi",
+            "localhost slots=2",
+            "--hostfile hosts -x NCCL_IB_TIMEOUT=10 -x NCCL_IB_RETRY_CNT=1 -x NCCL_IB_HCA=mlx5_0",
+        ),
+    ],
+)
+def test_host_file_launcher_forwards_variables(mpi: str, line: str, options: str, tmp_path: Path) -> None:
+    """mpirun_hosts.sh forwards what a rank elsewhere must have, by the options of the mpirun that is active."""
+    found = find_mpi(mpi)
+    (tmp_path / "hosts").write_text(line)
+    stub(tmp_path / "bin", "mpirun", f'echo "with $*"; exec {found.mpirun} "$@"')
+    stub(tmp_path / "bin", "python", f'exec {found.python} "$@"')
+    env = {**found.env, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    command = [ROOT / "launch" / "mpirun_hosts.sh", "hosts", "2", "--plane", "host"]
+    result = run_script(command, env={**env, "NCCL_IB_HCA": "mlx5_0"}, cwd=tmp_path)
+    assert result.rc == 0, result.text
+    assert f"with {options} -np 2 {tmp_path}/bin/python -m butter_mpi.selftest --plane host" in result.out
+
+
+def test_host_file_launcher_names_a_missing_file(tmp_path: Path) -> None:
+    """A host file that cannot be read is named in one line."""
+    assert "cannot read the host file 'none'" in one_line(
+        run_script([ROOT / "launch" / "mpirun_hosts.sh", "none", "2"], cwd=tmp_path)
+    )

@@ -1,0 +1,1 @@
+"""What the tests import; no tests in here."""

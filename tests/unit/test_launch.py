@@ -1,0 +1,126 @@
+"""What launchers' variables say, read from environments that real launchers gave."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+
+import pytest
+
+from butter_mpi.launch import LaunchInfo, false_green, forwarding, read_launch, srun_line
+
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "11"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "PMIX_RANK": "1",
+}
+SLURM_STEP = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+DAEMON = {**SLURM_STEP, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+PMI2 = {**SLURM_STEP, "PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_MPI_TYPE": "pmi2"}
+PMIX = {**SLURM_STEP, "PMIX_RANK": "3", "SLURM_MPI_TYPE": "pmix"}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "size", "rank", "local_rank"),
+    [
+        (HYDRA, "mpich", 2, 1, 1),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpich", 2, 0, None),
+        (OPEN_MPI, "openmpi", 2, 1, 1),
+        (SLURM_STEP, "slurm", 4, 3, 1),
+        (PMI2, "slurm", 4, 3, 1),
+        (PMIX, "slurm", 4, 3, 1),
+        ({**DAEMON, **HYDRA}, "mpich", 2, 1, 1),
+        ({**DAEMON, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "openmpi", 4, 1, 1),
+        (BATCH_SCRIPT, "none", None, None, None),
+        ({}, "none", None, None, None),
+    ],
+)
+def test_each_launcher_is_read(
+    env: dict[str, str], launcher: str, size: int | None, rank: int | None, local_rank: int | None
+) -> None:
+    """Size, rank and local rank come from the launcher itself; a daemon's Slurm variables count last."""
+    info = read_launch({**env, "PATH": "/bin"})
+    assert (info.launcher, info.claimed_size, info.claimed_rank, info.local_rank) == (launcher, size, rank, local_rank)
+    assert set(info.variables) <= set(env) and not info.malformed
+
+
+@pytest.mark.parametrize(
+    ("env", "in_allocation", "in_step", "tasks"),
+    [
+        (SLURM_STEP, True, True, 4),
+        (BATCH_SCRIPT, True, False, 4),
+        ({"SLURM_JOB_ID": "6"}, True, False, None),
+        (HYDRA, False, False, None),
+    ],
+)
+def test_allocation_and_step_are_told_apart(
+    env: dict[str, str], in_allocation: bool, in_step: bool, tasks: int | None
+) -> None:
+    """A batch script is inside the allocation, but outside any step."""
+    info = read_launch(env)
+    assert (info.in_allocation, info.in_step, info.allocation_tasks) == (in_allocation, in_step, tasks)
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "0", "", "2.0", "٣"])
+def test_malformed_number_is_told_and_not_used(value: str) -> None:
+    """A variable that holds no usable number makes no claim, and the fault says what is allowed."""
+    info = read_launch({**HYDRA, "PMI_SIZE": value})
+    assert info.claimed_size is None
+    assert len(info.malformed) == 1 and info.malformed[0].startswith("PMI_SIZE must be a whole number, 1 or more; got ")
+
+
+@pytest.mark.parametrize(
+    ("env", "line"),
+    [
+        (HYDRA, "mpirun -genv NCCL_PROTO LL ..."),
+        (OPEN_MPI, "mpirun -x NCCL_PROTO=LL ..."),
+        (SLURM_STEP, "srun --export=ALL,NCCL_PROTO=LL ..."),
+        ({}, "export NCCL_PROTO=LL"),
+    ],
+)
+def test_remedy_names_the_option_of_this_launcher(env: dict[str, str], line: str) -> None:
+    """Each launcher hands variables on in its own way."""
+    assert forwarding(read_launch(env), "NCCL_PROTO", "LL") == line
+
+
+def test_forwarded_value_survives_a_shell() -> None:
+    """A value with blanks and quotes is quoted for the shell."""
+    line = forwarding(LaunchInfo("none"), "NCCL_ALGO", "it's a; value")
+    out = subprocess.run(
+        ["sh", "-c", f"{line}; printf %s \"$NCCL_ALGO\""], capture_output=True, text=True, timeout=10, check=True
+    )
+    assert out.stdout == "it's a; value" == shlex.split(line)[1].partition("=")[2]
+
+
+@pytest.mark.parametrize(
+    ("library", "plugins"),
+    [
+        ("Open MPI v5.0.11, package: x", ["pmix"]),
+        ("MPICH Version:      5.0.2", ["pmi2"]),
+        ("Intel(R) MPI Library 2021.18", ["pmi2"]),
+        ("Some MPI", ["pmi2", "pmix"]),
+    ],
+)
+def test_srun_line_names_the_plugin_that_the_library_speaks(library: str, plugins: list[str]) -> None:
+    """The line to try has the PMI plug-in of this MPI, or both where it is unknown."""
+    assert [p for p in ("pmi2", "pmix") if f"--mpi={p} ..." in srun_line(library)] == plugins
+
+
+def test_cause_of_a_false_green_names_both_sides() -> None:
+    """The launcher and the library are both in the cause; the remedy fits the launcher."""
+    cause, remedy = false_green(read_launch(HYDRA), "Open MPI v5.0.11, package: x\nmore")
+    assert "mpirun of MPICH or Intel MPI" in cause and cause.endswith("mpi4py runs on Open MPI v5.0.11")
+    assert "mpirun of the MPI library that mpi4py loads" in remedy
+    cause, remedy = false_green(read_launch({**SLURM_STEP, "SLURM_MPI_TYPE": "none"}), "MPICH Version:  5.0.2")
+    assert "--mpi=none" in cause and "MPICH Version" in cause
+    assert remedy.startswith("start it with srun --mpi=pmi2 ...")
