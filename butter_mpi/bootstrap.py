@@ -14,6 +14,7 @@ from butter_mpi.collectives import check_plan
 from butter_mpi.communicator import Communicator
 from butter_mpi.control import Control, Overdue, Watch, duplicate
 from butter_mpi.ending import ENDING
+from butter_mpi.environment import c_environment
 from butter_mpi.errors import (
     NotSupportedError,
     PreflightError,
@@ -121,7 +122,7 @@ def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, m
             failures.append(f"init: {error}")
             return otherwise
 
-    settings = attempt(lambda: Settings.resolve(os.environ, fault, **arguments), Settings())
+    settings = attempt(lambda: Settings.resolve(c_environment(), fault, **arguments), Settings())
     checked = attempt(lambda: check_plan(plan), None)
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
@@ -167,7 +168,7 @@ class _Start:
         world = self._mpi.COMM_WORLD
         return preflight.collect_record(
             self._settings,
-            launch.read_launch(os.environ),
+            launch.read_launch(c_environment()),
             self._comm.rank,
             self._comm.size,
             plan=self._asked.plan,
@@ -233,15 +234,9 @@ def compare(control: Control, record: dict[str, Any], watch: Watch) -> preflight
     digests = control.all_gather(preflight.digest(record), watch, "comparing preflight digests")
     if not preflight.needs_full(digests):
         return preflight.report_from_digests(digests, record)
-    return preflight.judge(preflight_records(control, record, watch))
-
-
-def preflight_records(control: Control, record: dict[str, Any], watch: Watch) -> list[dict[str, Any]]:
-    """Return every rank's full record."""
-    return [
-        json.loads(payload)
-        for payload in control.all_gather_any(json.dumps(record).encode(), watch, "comparing preflight records")
-    ]
+    payload = json.dumps(preflight.complete(record, digests)).encode()
+    records = control.all_gather_any(payload, watch, "comparing preflight records")
+    return preflight.judge([json.loads(x) for x in records])
 
 
 def _passed(report: preflight.PreflightReport) -> preflight.PreflightReport:

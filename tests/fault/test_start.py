@@ -48,6 +48,7 @@ def c_variables(**variables: str | None) -> dict[str, str]:
 
 
 def init(**arguments: Any) -> dict[str, str]:
+    """Arguments for this rank's ``init``."""
     return {"BUTTER_MPI_TEST_INIT": json.dumps(arguments)}
 
 
@@ -61,6 +62,7 @@ def start(n: int, **how: Any) -> tuple[str, dict[str, Any], JobResult]:
 
 
 def refused(n: int, **how: Any) -> str:
+    """Run a start that must be refused; returns the text."""
     text, report, result = start(n, **how)
     assert not report["ok"], result.text
     return text
@@ -200,6 +202,7 @@ def test_policy_with_a_malformed_value_and_a_fixed_id() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> NcclFiles:
+    """Altered copies of the real library."""
     return NcclFiles(real_library(), tmp_path)
 
 

@@ -1,8 +1,8 @@
 """One job under a real launcher: start it, watch its ranks, harm one, end it, and see that nothing is left.
 
 A job has a time limit of its own beside pytest, a mark by which every process of it is found, and its own HOME,
-TMPDIR and working folder. Variables of launchers, NCCL and butter_mpi are not inherited from the person's shell. What the
-MPI itself leaves in the shared folders is forgiven, and removed, only where the job did not end well.
+TMPDIR and working folder. Variables of launchers, NCCL and butter_mpi are not inherited from the person's shell. What
+the MPI itself leaves in the shared folders is forgiven, and removed, only where the job did not end well.
 """
 
 from __future__ import annotations

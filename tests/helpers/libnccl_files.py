@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import Symbol, SymbolTableSection
+
 from helpers.require import need
 
-__all__ = ["VARIABLE", "NcclFiles", "real_library"]
+__all__ = ["VARIABLE", "NcclFiles", "real_library", "symbols"]
 
 VARIABLE = "BUTTER_MPI_TEST_NCCL"
 _DEVICE_CODE = ("__nv_relfatbin", ".nv_fatbin")
@@ -31,6 +33,13 @@ def real_library() -> Path:
     named = os.environ.get(VARIABLE)
     need("nccl", named and Path(named).is_file(), f"{VARIABLE} names no libnccl.so.2; ./launch/test installs a wheel")
     return Path(str(named))
+
+
+def symbols(elf: ELFFile) -> list[Symbol]:
+    """Return the symbols that a library exports."""
+    table = elf.get_section_by_name(".dynsym")
+    assert isinstance(table, SymbolTableSection)
+    return [symbol for symbol in table.iter_symbols() if symbol["st_shndx"] != "SHN_UNDEF"]
 
 
 class _Segment(NamedTuple):
@@ -55,7 +64,7 @@ class NcclFiles:
             elf = ELFFile(file)
             self._machine = str(elf["e_machine"])
             self._sections = {s.name: (s["sh_addr"], s["sh_size"]) for s in elf.iter_sections()}
-            self._addresses = {s.name: s["st_value"] for s in elf.get_section_by_name(".dynsym").iter_symbols()}
+            self._addresses = {s.name: s["st_value"] for s in symbols(elf)}
             file.seek(elf["e_phoff"])
             segments = [_Segment(*_ROW.unpack(file.read(_ROW.size))) for _ in range(elf["e_phnum"])]
             self._image, self._loaded = self._laid_out(file, segments)

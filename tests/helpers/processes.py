@@ -16,8 +16,8 @@ MARK = "BUTTER_MPI_TEST_JOB"
 PLACES = ("/dev/shm", "/tmp")
 FOLDER_PREFIX = "bmj-"
 
-# In /tmp other people's files appear at any time. Where BUTTER_MPI_TEST_ALONE is 1 (.ci/run) every new name counts, else
-# only names that a job of ours may give.
+# In /tmp other people's files appear at any time. Where BUTTER_MPI_TEST_ALONE is 1 (.ci/run) every new name counts,
+# else only names that a job of ours may give.
 ALONE = "BUTTER_MPI_TEST_ALONE"
 OURS = ("butter", "hydra", "nccl", "ompi", "openmpi", "pmix", "prte", "pymp", "slurm", "ucx")
 

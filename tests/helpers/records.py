@@ -50,7 +50,7 @@ def make_record(
     """A record of a rank with which nothing is wrong; ``changes`` replace fields."""
     nccl = plane == "nccl" and world_size > 1
     variables = {**(POLICY if nccl else {}), **(env or {})}
-    record = {
+    record: dict[str, Any] = {
         "record": RECORD_VERSION,
         "package": __version__,
         "rank": rank,

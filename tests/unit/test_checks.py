@@ -6,11 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from helpers.records import device, make_record, make_world
+
 from butter_mpi.checks import resolve_plane
 from butter_mpi.findings import Finding
 from butter_mpi.launch import LaunchInfo, read_launch
 from butter_mpi.preflight import judge
-from helpers.records import device, make_record, make_world
 
 
 def told(records: list[dict[str, Any]], check: str | None = None) -> list[Finding]:
@@ -20,6 +21,7 @@ def told(records: list[dict[str, Any]], check: str | None = None) -> list[Findin
 
 
 def launch_of(env: dict[str, str], **changes: Any) -> dict[str, Any]:
+    """The fields of a record that an environment decides."""
     return {"launch": asdict(read_launch(env)), **changes}
 
 
@@ -57,7 +59,10 @@ def test_report_does_not_depend_on_who_judges() -> None:
     [
         ({"r0": "LL"}, 'NCCL_PROTO: "LL" on rank 0, unset on ranks 1-3'),
         ({"r3": "LL"}, 'NCCL_PROTO: unset on ranks 0-2, "LL" on rank 3'),
-        ({"r0": "LL", "r1": "LL", "r2": "Simple"}, 'NCCL_PROTO: "LL" on ranks 0-1, "Simple" on rank 2, unset on rank 3'),
+        (
+            {"r0": "LL", "r1": "LL", "r2": "Simple"},
+            'NCCL_PROTO: "LL" on ranks 0-1, "Simple" on rank 2, unset on rank 3',
+        ),
         ({"r0": ""}, 'NCCL_PROTO: "" on rank 0, unset on ranks 1-3'),
     ],
 )
@@ -108,7 +113,8 @@ def test_variable_that_differs_by_nature_is_no_finding(name: str) -> None:
 
 
 def interfaces(per_host: bool, hosts: str, names: str) -> list[dict[str, Any]]:
-    ranks = {
+    """Records of ranks with a host and an interface name each."""
+    ranks: dict[int, dict[str, Any]] = {
         rank: {"host": host, "env": {"NCCL_SOCKET_IFNAME": name}}
         for rank, (host, name) in enumerate(zip(hosts.split(), names.split(), strict=True))
     }
@@ -136,8 +142,10 @@ def test_interface_names_may_differ_between_hosts_on_request(
 
 def test_opt_in_for_interfaces_covers_no_other_variable() -> None:
     """A protocol that differs between hosts is refused all the same."""
-    ranks = {0: {"host": "a", "env": {"NCCL_PROTO": "LL"}}, 1: {"host": "b"}}
-    assert [f.check for f in told(make_world(2, ranks=ranks, settings={"per_host_interfaces": True}))] == ["environment"]
+    ranks: dict[int, dict[str, Any]] = {0: {"host": "a", "env": {"NCCL_PROTO": "LL"}}, 1: {"host": "b"}}
+    assert [f.check for f in told(make_world(2, ranks=ranks, settings={"per_host_interfaces": True}))] == [
+        "environment"
+    ]
 
 
 def test_host_identities_may_differ_only_where_a_gpu_is_shared() -> None:
@@ -246,7 +254,13 @@ def test_fault_that_one_rank_found_is_everybodys() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("plane", "auto"), ("share_gpu", True), ("start_deadline", 5.0), ("collective_deadline", 99.0), ("action", "abort")],
+    [
+        ("plane", "auto"),
+        ("share_gpu", True),
+        ("start_deadline", 5.0),
+        ("collective_deadline", 99.0),
+        ("action", "abort"),
+    ],
 )
 def test_settings_must_be_alike(name: str, value: Any) -> None:
     """Every setting is compared, and the remedy names its variable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ class Driver:
     def __getattr__(self, call: str) -> Any:
         if not call.startswith("cu") or call.endswith("_v2"):
             raise AttributeError(call)
-        values = {
+        values: dict[str, Callable[..., tuple[Any, ...]]] = {
             "cuInit": lambda flags: (),
             "cuDeviceGetCount": lambda: (self._count,),
             "cuDeviceGet": lambda ordinal: (ordinal,),
@@ -46,6 +47,7 @@ class Driver:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
+    """Put a driver in the place of the real one."""
     monkeypatch.setattr(cuda, "_driver", lambda: driver)
     return driver
 
@@ -82,7 +84,9 @@ def test_no_driver_is_absence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    with pytest.raises(CUDAError, match=r"no CUDA driver: the loader says libcuda\.so\.1: .*BUTTER_MPI_PLANE=host") as caught:
+    with pytest.raises(
+        CUDAError, match=r"no CUDA driver: the loader says libcuda\.so\.1: .*BUTTER_MPI_PLANE=host"
+    ) as caught:
         cuda.devices({})
     assert cuda.device_absent(caught.value) and caught.value.code == cuda.NO_DRIVER
 
@@ -97,9 +101,7 @@ def test_failing_driver_is_no_absence(monkeypatch: pytest.MonkeyPatch, call: str
     assert not cuda.device_absent(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("local_rank", "count", "ordinal"), [(0, 1, 0), (3, 1, 0), (None, 1, 0), (0, 4, 0), (3, 4, 3)]
-)
+@pytest.mark.parametrize(("local_rank", "count", "ordinal"), [(0, 1, 0), (3, 1, 0), (None, 1, 0), (0, 4, 0), (3, 4, 3)])
 def test_device_is_the_only_one_or_that_of_the_local_rank(local_rank: int | None, count: int, ordinal: int) -> None:
     """One visible device is everybody's own; of several, each local rank has its."""
     visible = [{"ordinal": i} for i in range(count)]
@@ -108,11 +110,14 @@ def test_device_is_the_only_one_or_that_of_the_local_rank(local_rank: int | None
 
 def test_local_rank_beyond_the_devices_is_told_with_both_numbers() -> None:
     """The message has the local rank, the devices, and what Slurm sets when it binds one GPU to a rank."""
-    with pytest.raises(CUDAError, match=r"local rank 2 has no device: 2 visible \(ordinals 0 to 1\).*SLURM_STEP_GPUS"):
+    message = r"local rank 2 has no device: 2 visible \(ordinals 0 to 1\).*SLURM_STEP_GPUS"
+    with pytest.raises(CUDAError, match=message) as caught:
         cuda.pick_device(2, [{}, {}])
+    assert not cuda.device_absent(caught.value)
 
 
 def test_unknown_local_rank_guesses_nothing() -> None:
     """With several devices and no local rank there is no device, and the message says so."""
-    with pytest.raises(CUDAError, match="the local rank is unknown and 2 devices are visible"):
+    with pytest.raises(CUDAError, match="the local rank is unknown and 2 devices are visible") as caught:
         cuda.pick_device(None, [{}, {}])
+    assert not cuda.device_absent(caught.value)

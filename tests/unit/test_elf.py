@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from butter_mpi.elf import ElfError, check_elf
 HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 
 
-def write(path: Path, *, ident: bytes = b"\x7fELF\x02\x01\x01", kind: int = 3, machine: int | None = None, **at: int) -> Path:
+def write(
+    path: Path, *, ident: bytes = b"\x7fELF\x02\x01\x01", kind: int = 3, machine: int | None = None, **at: int
+) -> Path:
     """A file with only a header, of this machine unless said otherwise."""
     mine = struct.unpack_from("<H", Path(sys.executable).resolve().read_bytes(), 18)[0]
     sections, count = at.get("sections", 0), at.get("count", 0)
@@ -40,7 +43,7 @@ def test_whole_library_of_this_machine_is_accepted(tmp_path: Path) -> None:
         ({"sections": 64, "count": 2, "tail": 127}, "cut short: it has 191 bytes, but its headers reach to 192"),
     ],
 )
-def test_anything_else_is_refused_with_the_reason(tmp_path: Path, how: dict[str, int], reason: str) -> None:
+def test_anything_else_is_refused_with_the_reason(tmp_path: Path, how: dict[str, Any], reason: str) -> None:
     """Text, another format, another machine, and a file shorter than its own headers say."""
     with pytest.raises(ElfError, match=reason):
         check_elf(str(write(tmp_path / "f", **how)))

@@ -24,7 +24,8 @@ from butter_mpi.environment import (
     set_c,
 )
 
-FILE = b"""# a comment
+FILE = (
+    b"""# a comment
 NCCL_PROTO=LL
  NCCL_BLANK_BEFORE=1
 NCCL_BLANK_AFTER=2 # no comment
@@ -35,7 +36,9 @@ NCCL_EQUALS=a=b
 NCCL_DOS=crlf\r
 NCCL_PROTO=second
 NOT_NCCL=1
-NCCL_LONG=""" + b"x" * 2000
+NCCL_LONG="""
+    + b"x" * 2000
+)
 
 READ_BY_NCCL = """
 import ctypes, json, sys
@@ -65,6 +68,20 @@ def test_c_environment_survives_clearenv() -> None:
     """An environment that C code has cleared is empty, not a crash."""
     code = "import ctypes, json; from butter_mpi.environment import c_environment as c; ctypes.CDLL(None).clearenv()"
     assert run_child(f"{code}; print(json.dumps(c()))") == {}
+
+
+def test_first_of_two_equal_names_counts() -> None:
+    """An environment can hold a name twice; ``getenv`` gives the first, and so do we."""
+    code = """
+import ctypes, json
+from butter_mpi.environment import c_environment
+entries = (ctypes.c_char_p * 3)(b"NCCL_PROTO=first", b"NCCL_PROTO=second", None)
+ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ").value = ctypes.addressof(entries)
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(json.dumps([c_environment()["NCCL_PROTO"], getenv(b"NCCL_PROTO").decode()]))
+"""
+    assert run_child(code) == ["first", "first"]
 
 
 def test_set_c_reaches_both_environments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +185,9 @@ def test_value_of_a_known_name_is_kept() -> None:
 def test_known_names_are_those_of_the_real_library() -> None:
     """Nearly every name in the table is one that the library reads; the others are of older ones, or ours."""
     with real_library().open("rb") as file:
-        rodata = ELFFile(file).get_section_by_name(".rodata").data()
-    read = {name.decode() for name in re.findall(rb"NCCL_[A-Z0-9_]+(?=\0)", rodata)}
+        section = ELFFile(file).get_section_by_name(".rodata")
+        assert section is not None
+        read = {name.decode() for name in re.findall(rb"NCCL_[A-Z0-9_]+(?=\0)", section.data())}
     others = known_names() - read
     assert "BUTTER_NCCL_LIBRARY_SHA256" in others
     assert len(others) < len(known_names()) / 10, sorted(others)

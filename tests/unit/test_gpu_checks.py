@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.records import SHA, device, library, make_record, make_world
+
 from butter_mpi.findings import Finding
 from butter_mpi.preflight import judge
-from helpers.records import SHA, device, library, make_record, make_world
 
 OTHER = "cd" * 32
 
 
 def told(records: list[dict[str, Any]]) -> list[Finding]:
+    """The findings that a person must see."""
     return [f for f in judge(records).findings if f.severity != "info"]
 
 
 def nccl(size: int, **how: Any) -> list[dict[str, Any]]:
+    """Records of ranks that asked for the nccl plane."""
     return make_world(size, plane="nccl", **how)
 
 
@@ -98,6 +101,12 @@ def test_one_hash_a_node_and_file_is_enough() -> None:
     assert finding.outcome == "cannot tell" and "sha256 not known" in finding.message and "rank 3" in finding.message
 
 
+def test_digest_that_no_rank_knows_fails_closed() -> None:
+    """Files that nobody hashed are not taken for equal."""
+    (finding,) = told(nccl(2, library=library(1)))
+    assert (finding.check, finding.outcome, finding.severity) == ("library file", "cannot tell", "error")
+
+
 def test_rank_that_cannot_load_the_library_is_named_with_the_reason() -> None:
     """One rank's failure is an error on all, and the others' libraries are compared all the same."""
     bad = {"library": None, "library_error": "/x is not usable: not a shared library"}
@@ -153,7 +162,7 @@ def test_sharing_on_purpose_is_accepted_and_said() -> None:
 
 def test_two_mig_instances_of_one_gpu_have_a_message_of_their_own() -> None:
     """NCCL knows a GPU by its bus address: two UUIDs at one address of one host are told as that."""
-    ranks = {r: {"device": device(r, uuid=f"MIG-{r}", pci="0000:07:00.0")} for r in range(2)}
+    ranks: dict[int, dict[str, Any]] = {r: {"device": device(r, uuid=f"MIG-{r}", pci="0000:07:00.0")} for r in range(2)}
     (finding,) = told(nccl(2, ranks=ranks))
     assert finding.check == "sharing" and "use MIG instances of one GPU at 0000:07:00.0" in finding.message
     assert "MIG-0, MIG-1" in finding.message and "share " not in finding.message

@@ -97,7 +97,7 @@ def test_forwarded_value_survives_a_shell() -> None:
     """A value with blanks and quotes is quoted for the shell."""
     line = forwarding(LaunchInfo("none"), "NCCL_ALGO", "it's a; value")
     out = subprocess.run(
-        ["sh", "-c", f"{line}; printf %s \"$NCCL_ALGO\""], capture_output=True, text=True, timeout=10, check=True
+        ["sh", "-c", f'{line}; printf %s "$NCCL_ALGO"'], capture_output=True, text=True, timeout=10, check=True
     )
     assert out.stdout == "it's a; value" == shlex.split(line)[1].partition("=")[2]
 

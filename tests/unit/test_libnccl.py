@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 from helpers.child import run_child
-from helpers.libnccl_files import NcclFiles, real_library
+from helpers.libnccl_files import NcclFiles, real_library, symbols
 
 from butter_mpi._libnccl import FUNCTIONS, REQUIRED, UNIQUE_ID_BYTES, Library, UniqueId
 
@@ -44,8 +44,7 @@ def test_every_row_is_unique_and_typed() -> None:
 def test_the_real_library_has_every_declared_function() -> None:
     """Each row names a symbol that the library exports."""
     with real_library().open("rb") as file:
-        table = ELFFile(file).get_section_by_name(".dynsym")
-        exported = {s.name for s in table.iter_symbols() if s["st_shndx"] != "SHN_UNDEF"}
+        exported = {symbol.name for symbol in symbols(ELFFile(file))}
     assert {row.name for row in FUNCTIONS} <= exported
 
 

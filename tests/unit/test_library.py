@@ -61,6 +61,7 @@ print(json.dumps(said))
 
 @pytest.fixture
 def files(tmp_path: Path) -> NcclFiles:
+    """Altered copies of the real library."""
     return NcclFiles(real_library(), tmp_path)
 
 
@@ -131,7 +132,9 @@ def test_nothing_found_tells_every_place(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("butter_mpi.library._LOADER_CACHE", "/nonexistent")
     monkeypatch.setattr("butter_mpi.library._SYSTEM_FOLDERS", ())
     monkeypatch.setattr("butter_mpi.library._WHEELS", ("no-such-wheel",))
-    with pytest.raises(LibraryNotFoundError, match=r"no libnccl\.so\.2 found; tried NCCL_LIBRARY \(unset\); ") as caught:
+    with pytest.raises(
+        LibraryNotFoundError, match=r"no libnccl\.so\.2 found; tried NCCL_LIBRARY \(unset\); "
+    ) as caught:
         find_library({})
     places = ["NCCL_LIBRARY", "this process", "the NVIDIA wheel (no-such-wheel is not installed)", "the system loader"]
     assert [tried.startswith(place) for tried, place in zip(caught.value.tried, places, strict=True)] == [True] * 4
@@ -166,7 +169,9 @@ def test_named_file_that_is_missing_is_not_replaced_by_another(files: NcclFiles)
     """A wrong ``NCCL_LIBRARY`` is an error although a library is on the path."""
     env = {"NCCL_LIBRARY": "/nonexistent/libnccl.so.2", "LD_LIBRARY_PATH": str(files.copy().parent)}
     kind, message, _ = run_child(DESCRIBE, env=env)
-    assert kind == "LibraryNotFoundError" and message.startswith("NCCL_LIBRARY names no file: /nonexistent/libnccl.so.2; ")
+    assert kind == "LibraryNotFoundError" and message.startswith(
+        "NCCL_LIBRARY names no file: /nonexistent/libnccl.so.2; "
+    )
 
 
 def test_file_that_may_not_be_read_is_told(tmp_path: Path) -> None:
@@ -196,6 +201,14 @@ def test_two_libraries_in_one_process_are_refused(files: NcclFiles) -> None:
         assert kind == "LibraryNotFoundError"
         assert message.startswith("two different libnccl in one process: ")
         assert str(one) in message and str(two) in message
+
+
+def test_deleted_library_beside_a_whole_one_is_refused(files: NcclFiles) -> None:
+    """A mapped library whose file is gone cannot be told equal to another one."""
+    one, two = files.copy("one"), files.copy("two")
+    code = f"import ctypes, os, sys\nctypes.CDLL({str(one)!r})\nos.unlink({str(one)!r})\n{DESCRIBE}"
+    kind, message, _ = run_child(code, env={"NCCL_LIBRARY": str(two)})
+    assert kind == "LibraryNotFoundError" and message.startswith("two different libnccl in one process: ")
 
 
 def test_file_replaced_under_the_process_is_not_hashed(files: NcclFiles) -> None:

@@ -28,6 +28,7 @@ except ButterError as error:
 
 @pytest.fixture
 def files(tmp_path: Path) -> NcclFiles:
+    """Altered copies of the real library."""
     return NcclFiles(real_library(), tmp_path)
 
 

@@ -9,38 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.records import device, make_record
+from helpers.records import library as library_of
+
 from butter_mpi import cuda, library, record
 from butter_mpi.errors import CUDAError, LibraryNotFoundError
 from butter_mpi.launch import LaunchInfo
 from butter_mpi.record import collect_record
 from butter_mpi.settings import Settings
-from helpers.records import device, make_record
-from helpers.records import library as library_of
 
 ABSENT = CUDAError("no CUDA driver: install one", call="dlopen", code=cuda.NO_DRIVER)
 BROKEN = CUDAError("cuInit failed with X (803)", call="cuInit", code=803)
 
 
+def answer(value: Any) -> Any:
+    """Raise an exception, return anything else."""
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
 def use(monkeypatch: pytest.MonkeyPatch, *, devices: Any, loaded: Any) -> list[Any]:
     """Replace what looks at this machine; an exception is raised, anything else returned. Returns the hashing flags."""
-    hashed: list[Any] = []
-
-    def answer(value: Any) -> Any:
-        if isinstance(value, Exception):
-            raise value
-        return value
+    asked: list[Any] = []
 
     def describe(env: Any, hashed: bool = True) -> Any:
         asked.append(hashed)
         return answer(loaded)
 
-    asked = hashed
     monkeypatch.setattr(cuda, "devices", lambda env: answer(devices))
     monkeypatch.setattr(library, "describe", describe)
-    return hashed
+    return asked
 
 
 def collect(plane: str, size: int = 2, local_rank: int | None = 0, **how: Any) -> dict[str, Any]:
+    """The record of rank 0."""
     return collect_record(Settings(plane=plane), LaunchInfo("mpich", size, 0, local_rank), 0, size, **how)
 
 
@@ -117,6 +120,13 @@ def test_nccl_without_a_device_still_describes_its_library(monkeypatch: pytest.M
     assert said["device_absent"] == ABSENT.message and said["library"] == library_of()
 
 
+def test_rank_without_a_device_of_its_own_is_an_error_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than devices is a fault: auto does not turn it into another plane."""
+    use(monkeypatch, devices=[device(0), device(1)], loaded=library_of())
+    said = collect("auto", local_rank=2)
+    assert said["device_absent"] is None and said["device_error"].startswith("local rank 2 has no device: 2 visible")
+
+
 @pytest.mark.parametrize("plane", ["auto", "nccl"])
 def test_broken_driver_is_an_error_and_no_absence(monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
     """A driver that fails is told as such, under auto too."""
@@ -133,14 +143,12 @@ def test_broken_driver_is_an_error_and_no_absence(monkeypatch: pytest.MonkeyPatc
         (MemoryError(), "MemoryError:"),
     ],
 )
-def test_whatever_fails_becomes_part_of_the_record(monkeypatch: pytest.MonkeyPatch, error: Exception, text: str) -> None:
+def test_whatever_fails_becomes_part_of_the_record(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
     """No exception leaves: it is one line of text in the record, so that no rank waits for another's."""
     use(monkeypatch, devices=error, loaded=error)
-    monkeypatch.setattr(record, "check_policy", lambda env: use_error(error))
+    monkeypatch.setattr(record, "check_policy", lambda env: answer(error))
     said = collect("nccl")
     assert said["device_error"] == said["library_error"] == text
     assert said["failures"] == [text] and said["policy"] == {}
-
-
-def use_error(error: Exception) -> None:
-    raise error

@@ -1,0 +1,139 @@
+"""CUDA devices by the driver API, without making a context."""
+
+from __future__ import annotations
+
+import ctypes
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from butter_mpi.errors import CUDAError
+from butter_mpi.findings import quoted
+
+__all__ = ["NO_DRIVER", "device_absent", "devices", "pick_device"]
+
+NO_DRIVER = -2
+"""The code of an error that no driver gave, because there is none."""
+
+_STUB_LIBRARY, _NO_DEVICE, _INVALID_DEVICE = 34, 100, 101
+_INSTALL = 'install the NVIDIA driver, or run without a GPU: plane="host" or BUTTER_MPI_PLANE=host'
+
+
+def device_absent(error: CUDAError) -> bool:
+    """Return whether an error means that this machine has no CUDA device for this process, rather than a broken one.
+
+    Parameters
+    ----------
+    error : CUDAError
+        What :func:`devices` or :func:`pick_device` raised.
+
+    Returns
+    -------
+    bool
+        True for no driver and no visible device.
+    """
+    return error.code in (NO_DRIVER, _STUB_LIBRARY, _NO_DEVICE)
+
+
+def _driver() -> Any:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        text = f"no CUDA driver: the loader says {error}; {_INSTALL}"
+        raise CUDAError(text, call="dlopen", code=NO_DRIVER) from None
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _call(driver: Any, name: str, *arguments: Any) -> Any:
+    status, *values = getattr(driver, name)(*arguments)
+    if int(status) != 0:
+        text = f"CUDA driver call {name} failed with {status.name} ({int(status)})"
+        raise CUDAError(text, call=name, code=int(status))
+    return values[0] if values else None
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0")[0].decode(errors="replace").strip()
+
+
+def _describe(driver: Any, ordinal: int) -> dict[str, Any]:
+    device = _call(driver, "cuDeviceGet", ordinal)
+    name = _text(_call(driver, "cuDeviceGetName", 128, device))
+    # In older bindings the call without _v2 names the parent GPU of a MIG instance.
+    call = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    identity = uuid.UUID(bytes=bytes(_call(driver, call, device).bytes))
+    kind = "MIG" if " MIG " in f"{name} " else "GPU"
+    pci = _text(_call(driver, "cuDeviceGetPCIBusId", 32, device))
+    return {"uuid": f"{kind}-{identity}", "name": name, "pci": pci, "ordinal": ordinal}
+
+
+def devices(env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return every CUDA device that this process can see; no context is made.
+
+    Parameters
+    ----------
+    env : mapping of str to str
+        The environment, for ``CUDA_VISIBLE_DEVICES`` in the error.
+
+    Returns
+    -------
+    list of dict
+        ``uuid``, ``name``, ``pci`` (bus address) and ``ordinal`` of each.
+
+    Raises
+    ------
+    CUDAError
+        No driver, no visible device, or a driver that fails; :func:`device_absent` tells them apart.
+    """
+    driver = _driver()
+    try:
+        _call(driver, "cuInit", 0)
+        count = _call(driver, "cuDeviceGetCount")
+        found = [_describe(driver, ordinal) for ordinal in range(count)]
+    except CUDAError as error:
+        if device_absent(error):
+            raise _none_visible(env, error.code) from None
+        raise
+    if not found:
+        raise _none_visible(env, _NO_DEVICE)
+    return found
+
+
+def _none_visible(env: Mapping[str, str], code: int) -> CUDAError:
+    visible = quoted(env.get("CUDA_VISIBLE_DEVICES"))
+    text = f"no CUDA device is visible (CUDA_VISIBLE_DEVICES is {visible}, cuInit gives {code})"
+    return CUDAError(f'{text}; make one visible, or take plane="host"', call="cuInit", code=code)
+
+
+def pick_device(local_rank: int | None, visible: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the device of a rank: the only one, where the launcher shows each rank its own, else by local rank.
+
+    Parameters
+    ----------
+    local_rank : int or None
+        The rank among those of this node, if known.
+    visible : sequence of mapping
+        What :func:`devices` returned; at least one.
+
+    Returns
+    -------
+    dict
+        The device.
+
+    Raises
+    ------
+    CUDAError
+        The local rank is unknown or beyond the devices; the message has both numbers.
+    """
+    index = 0 if len(visible) == 1 else local_rank
+    hint = "one GPU a rank: srun --gpus-per-task=1 (Slurm then sets CUDA_VISIBLE_DEVICES and SLURM_STEP_GPUS)"
+    if index is None:
+        text = f"the local rank is unknown and {len(visible)} devices are visible: no rule gives this rank one of them"
+        raise CUDAError(f"{text}; give {hint}", call="cuDeviceGet", code=_INVALID_DEVICE)
+    if index >= len(visible):
+        text = f"local rank {local_rank} has no device: {len(visible)} visible (ordinals 0 to {len(visible) - 1})"
+        text = f"{text}; start fewer ranks on this node, or give {hint}"
+        raise CUDAError(text, call="cuDeviceGet", code=_INVALID_DEVICE)
+    return dict(visible[index])

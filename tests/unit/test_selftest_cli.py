@@ -1,0 +1,171 @@
+"""The selftest's command line as far as it needs no MPI: wrong arguments, help, list, comparison, refusal."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.receipts import check, receipt
+
+from butter_mpi.selftest import cli, options
+from butter_mpi.selftest.catalogue import CHECKS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "selftest.md"
+FOREIGN = re.compile(r"(BUTTER|OMPI|PMI|PMIX|SLURM|MPI)_")
+
+WRONG = {
+    "unknown option": (["--plan", "host"], "unrecognized arguments: --plan"),
+    "plane": (["--plane", "gpu"], "argument --plane: invalid choice: 'gpu'"),
+    "plane missing": (["--plane"], "argument --plane: expected one argument"),
+    "transport": (["--require-transport", "IB"], "argument --require-transport: invalid choice: 'IB'"),
+    "deadline": (["--start-deadline", "0"], "must be a number of seconds from 1 to 3600; got '0'"),
+    "deadline word": (["--start-deadline", "soon"], "must be a number of seconds from 1 to 3600; got 'soon'"),
+    "ranks": (["--np-expected", "0"], "argument --np-expected: must be a whole number from 1 to"),
+    "seed": (["--seed", "-1"], "argument --seed: must be a whole number from 0 to"),
+    "compare one": (["--compare", "a"], "argument --compare: expected 2 arguments"),
+    "compare and run": (["--compare", "a", "b", "--faults"], "argument --compare: it runs no check"),
+    "list and run": (["--list", "--json"], "argument --list: it runs no check"),
+    "list and compare": (["--list", "--compare", "a", "b"], "argument --list: it runs no check"),
+    "receipt folder": (["--receipt", "/nowhere/a.json"], "argument --receipt: there is no folder /nowhere"),
+    "receipt is folder": (["--receipt", "/tmp"], "argument --receipt: /tmp is a folder"),
+    "receipt unwritable": (["--receipt", "/proc/a.json"], "argument --receipt: cannot write in /proc: "),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what a launcher of the tests themselves may have set."""
+    import os
+
+    for name in [name for name in os.environ if FOREIGN.match(name)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_argument_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong argument gives status 2 and one line on stderr that names it."""
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+    assert err.startswith("butter_mpi.selftest: ")
+
+
+def test_wrong_argument_loads_no_mpi() -> None:
+    """A wrong argument is found in a process that has neither MPI nor NumPy."""
+    program = (
+        "import sys; from butter_mpi.selftest.cli import main; status = main(['--plane', 'gpu']); "
+        "print(status, [name for name in ('mpi4py', 'numpy', 'cuda') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 []\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--list"], ["--compare", "a", "b"]])
+def test_one_process_of_a_job_speaks(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Under a launcher what needs no MPI is printed by the process that the launcher calls rank 0, and by no other."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(receipt().text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out != ""
+
+
+def test_list_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--list`` prints number, name and title of each check, and says which ones need ``--faults``."""
+    assert cli.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(CHECKS)
+    for line, row in zip(lines, CHECKS, strict=True):
+        assert line.split()[:2] == [str(row.number), row.id]
+        assert line.endswith(row.title)
+        assert ("--faults" in line) == row.faults
+
+
+def test_checks_have_names_of_their_own() -> None:
+    """Numbers count from 1, and no two checks share a name; those that break the communicator come last."""
+    assert [row.number for row in CHECKS] == list(range(1, len(CHECKS) + 1))
+    assert len({row.id for row in CHECKS}) == len(CHECKS)
+    assert [row.faults for row in CHECKS] == sorted(row.faults for row in CHECKS)
+
+
+def test_comparison_of_equal_receipts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two receipts of the same facts give status 0."""
+    one, other = tmp_path / "a.json", tmp_path / "b.json"
+    one.write_text(receipt().text())
+    other.write_text(receipt(seed=9).text())
+    assert cli.main(["--compare", str(one), str(other)]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+
+
+def test_comparison_of_different_receipts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Differences are a table with one line each, under the names of the two files, and status 1."""
+    one, other = tmp_path / "a.json", tmp_path / "b.json"
+    one.write_text(receipt().text())
+    other.write_text(receipt(status="failed", checks=[check(outcome="failed")]).text())
+    assert cli.main(["--compare", str(one), str(other)]) == 1
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == [str(one), str(other)]
+    assert [re.split(r"  +", row) for row in rows] == [
+        ["status", "passed", "failed"],
+        ["check identity", "passed", "failed"],
+    ]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_comparison_with_what_is_no_receipt(broken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is no receipt, first or second, gives status 2 and one line that names it and the field."""
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        path.write_text(receipt().text())
+    paths[broken].write_text(receipt().text().replace('"passed"', '"fine"'))
+    assert cli.main(["--compare", *map(str, paths)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert f"{paths[broken]} is not a valid receipt: " in err
+    assert "status: 'fine' is not one of" in err
+
+
+def test_outside_a_step_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inside an allocation of several tasks but outside any step the run is refused before MPI, naming srun."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert cli.main([]) == 3
+    err = capsys.readouterr().err
+    assert "4 tasks" in err
+    assert "start it with srun" in err
+    assert err.count("\n") == 1
+
+
+def test_probe_of_the_receipt_leaves_nothing(tmp_path: Path) -> None:
+    """Looking whether a receipt can be written neither makes nor changes a file."""
+    path = tmp_path / "a.json"
+    options.check_receipt_path(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    options.check_receipt_path(path)
+    assert path.read_text() == "old"
+
+
+def test_page_has_every_option_and_check() -> None:
+    """The reference page has a row for each option and for each check, and none for others."""
+    text = PAGE.read_text()
+    offered = set(re.findall(r"--[a-z-]+", options.help_text()))
+    assert set(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE)) == offered
+    rows = re.findall(r"^\| (\d+) \| `([a-z_]+)`", text, re.MULTILINE)
+    assert rows == [(str(row.number), row.id) for row in CHECKS]
