@@ -3,32 +3,8 @@
 from __future__ import annotations
 
 from butter_mpi.findings import Finding
-from butter_mpi.settings import TRANSPORTS
 
-__all__ = ["judge_host", "parse_transport"]
-
-
-def parse_transport(name: str) -> str:
-    """Return a transport's name as NCCL's log spells it.
-
-    Parameters
-    ----------
-    name : str
-        ``"P2P"``, ``"SHM"``, ``"NET/IB"`` or ``"NET/Socket"``.
-
-    Returns
-    -------
-    str
-        The name.
-
-    Raises
-    ------
-    ValueError
-        Another name; the message lists the allowed ones.
-    """
-    if name in TRANSPORTS:
-        return name
-    raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}; got {name!r}")
+__all__ = ["judge_host"]
 
 
 def judge_host(required: str | None, plane: str) -> Finding | None:
