@@ -11,11 +11,12 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-import butter_mpi
 import pytest
-from butter_mpi.errors import ButterError
 from numpydoc.docscrape import NumpyDocString
 from numpydoc.validate import validate
+
+import butter_mpi
+from butter_mpi.errors import ButterError
 
 # Not asked of everyone: an extended summary, See Also, Examples. Notes come before See Also here.
 NOT_ASKED = {"ES01", "SA01", "EX01", "GL07"}
@@ -46,7 +47,7 @@ def public() -> Iterator[str]:
 
 
 def rooms() -> Iterator[str]:
-    """Yield what each room offers to others: the functions and classes of its ``__all__``."""
+    """Yield what each room offers to others: the functions, classes and methods behind its ``__all__``."""
     for info in pkgutil.walk_packages(butter_mpi.__path__, "butter_mpi."):
         if not info.name.endswith("__main__"):
             module = importlib.import_module(info.name)
@@ -54,6 +55,7 @@ def rooms() -> Iterator[str]:
                 value = getattr(module, name)
                 if callable(value) and getattr(value, "__module__", "") == info.name and hasattr(value, "__qualname__"):
                     yield qualified(value)
+                    yield from members(value) if isinstance(value, type) else ()
 
 
 PUBLIC = sorted(public())
@@ -118,9 +120,12 @@ FUNCTIONS = [name for name in sorted({*PUBLIC, *ROOMS}) if inspect.isfunction(re
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_a_body_raises_is_documented(name: str) -> None:
-    """Each error class that a function raises itself stands in its Raises section."""
+    """Each class that a body raises itself is in the Raises section; a method inside a room may have none at all."""
     function = resolve(name)
-    assert raised(function) <= documented_errors(function)
+    documented = documented_errors(function)
+    method = "." in function.__qualname__
+    if documented or not method or name in PUBLIC:
+        assert raised(function) <= documented
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from butter_mpi import errors
 from butter_mpi.findings import Finding, PreflightReport
 
@@ -16,7 +18,11 @@ CLASSES = [getattr(errors, name) for name in errors.__all__]
 REPORT = PreflightReport(
     2,
     "host",
-    (Finding("policy", "differ", "error", '"10" on rank 0, unset on rank 1', "mpirun -x NCCL_IB_TIMEOUT=10 ...", (1,)),),
+    (
+        Finding(
+            "policy", "differ", "error", '"10" on rank 0, unset on rank 1', "mpirun -x NCCL_IB_TIMEOUT=10 ...", (1,)
+        ),
+    ),
 )
 
 FACTS: dict[str, Any] = {
@@ -38,8 +44,14 @@ FACTS: dict[str, Any] = {
     "tried": ("one place", "another"),
 }
 
+
+def pickled(protocol: int, value: Any) -> Any:
+    """Return what comes out of a pickle."""
+    return pickle.loads(pickle.dumps(value, protocol))
+
+
 WAYS: dict[str, Callable[[Any], Any]] = {
-    **{f"pickle-{n}": (lambda value, n=n: pickle.loads(pickle.dumps(value, n))) for n in range(2, 6)},
+    **{f"pickle-{protocol}": functools.partial(pickled, protocol) for protocol in range(2, 6)},
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
 }

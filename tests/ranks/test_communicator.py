@@ -64,11 +64,15 @@ def test_special_values(comm: Communicator) -> None:
     assert np.isinf(data[2]) or SIZE == 1
 
 
-def test_integers_wrap(comm: Communicator) -> None:
-    """An integer sum wraps round, as NCCL's does."""
-    data = np.full(4, 200, np.uint8)
-    comm.all_reduce(data)
-    assert (data == (200 * SIZE) % 256).all()
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+def test_integers_wrap(comm: Communicator, dtype: str) -> None:
+    """Integer sums and products wrap round, as NCCL's do, also where an MPI's vector code would saturate."""
+    top = int(np.iinfo(dtype).max)
+    bits = np.iinfo(dtype).bits
+    for op, exact in (("sum", top * SIZE), ("prod", top**SIZE)):
+        data = np.full(1000, top, dtype)
+        comm.all_reduce(data, op=op)
+        assert (data == np.array(exact % 2**bits, np.uint64).astype(dtype)).all()
 
 
 def test_gather_and_scatter_are_exact(comm: Communicator) -> None:

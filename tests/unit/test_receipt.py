@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -75,6 +76,12 @@ def test_schema_describes_every_field() -> None:
     assert all(schema["properties"][name]["description"] for name in FIELDS)
 
 
+def test_page_has_every_field() -> None:
+    """The reference page has a row for each field, in order."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "receipt.md"
+    assert re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE) == FIELDS
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_missing_field_is_named(name: str) -> None:
     """A receipt without one field is refused, and the field is named."""
@@ -135,7 +142,7 @@ def test_json_that_is_no_object_is_refused(tmp_path: Path, content: str) -> None
     """JSON of another shape is refused as a whole."""
     path = tmp_path / "a.json"
     path.write_text(content)
-    with pytest.raises(ReceiptError, match="the whole: .* is not of type 'object'"):
+    with pytest.raises(ReceiptError, match=r"the whole: .* is not of type 'object'"):
         receipts.load(path)
 
 
@@ -212,7 +219,7 @@ def test_compare_ignores_what_differs_by_nature() -> None:
         ),
     ],
 )
-def test_compare_lists_what_differs(changes: dict[str, object], difference: tuple[object, ...]) -> None:
+def test_compare_lists_what_differs(changes: dict[str, object], difference: tuple[str, object, object]) -> None:
     """A fact that differs is listed with both values."""
     assert Difference(*difference) in compare(receipt(), receipt(**changes))
 

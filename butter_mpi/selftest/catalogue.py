@@ -1,0 +1,25 @@
+"""Every check, in the order in which they run."""
+
+from __future__ import annotations
+
+from butter_mpi.selftest import collectives, faults, rules
+from butter_mpi.selftest.checks import Check
+
+__all__ = ["CHECKS"]
+
+CHECKS = (
+    Check(1, "identity", "ranks and world size are the same by every way to ask", rules.identity),
+    Check(2, "all_reduce", "every element type and operator, in and out of place", collectives.all_reduce),
+    Check(3, "broadcast", "every element type, every root", collectives.broadcast),
+    Check(4, "all_gather", "every element type, in and out of place", collectives.all_gather),
+    Check(5, "reduce_scatter", "every element type and operator, in and out of place", collectives.reduce_scatter),
+    Check(6, "barrier", "no rank leaves before a late one has come", collectives.barrier),
+    Check(7, "send_recv", "a ring of pairs in a group, and a pair without one", collectives.send_recv),
+    Check(8, "group", "operations of all kinds submitted together", collectives.group),
+    Check(9, "sequence", "each collective takes one number", rules.sequence),
+    Check(10, "order", "a result is there for whoever uses it next", rules.order),
+    Check(11, "refusals", "wrong arguments are refused and poison nothing", rules.refusals),
+    Check(12, "alone", "one rank alone: the same results, numbers and errors", rules.alone, rules.hindrance_alone),
+    Check(13, "mismatch", "ranks that differ are all told, and where", faults.mismatch, faults.hindrance, True),
+    Check(14, "reconnect", "a reconnect heals a broken communicator", faults.reconnect, faults.hindrance, True),
+)
