@@ -34,17 +34,16 @@ _TAG = 1
 _TAGS = 1 << 14
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 
-# Narrow floats are reduced in single precision and rounded once: MPI has no operator for them. Narrow integers are
-# reduced in 32 bits and cut: Open MPI's vector code saturates 8-bit sums where they should wrap.
-_WIDE = {
-    DType.FLOAT16: DType.FLOAT32,
-    DType.BFLOAT16: DType.FLOAT32,
-    DType.FLOAT8_E4M3: DType.FLOAT32,
-    DType.FLOAT8_E5M2: DType.FLOAT32,
-    DType.INT8: DType.INT32,
-    DType.UINT8: DType.UINT32,
-}
+# Narrow floats are reduced in single precision and rounded once: MPI has no operator for them.
+_WIDE_FLOATS = dict.fromkeys(
+    (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2),
+    DType.FLOAT32,
+)
+# Narrow integers are summed in 32 bits and cut: Open MPI's vector code saturates where they should wrap.
+_WIDE_INTEGERS = {DType.INT8: DType.INT32, DType.UINT8: DType.UINT32}
 _MPI_TYPES = {
+    DType.INT8: "INT8_T",
+    DType.UINT8: "UINT8_T",
     DType.INT32: "INT32_T",
     DType.UINT32: "UINT32_T",
     DType.INT64: "INT64_T",
@@ -67,6 +66,14 @@ def sweep() -> None:
             control.free()
             for comm in others:
                 comm.Free()
+
+
+def _wide(operation: Operation) -> DType:
+    """Return the element type in which an operation is reduced."""
+    wide = dict(_WIDE_FLOATS)
+    if operation.op not in (ReduceOp.MIN, ReduceOp.MAX):
+        wide |= _WIDE_INTEGERS
+    return wide.get(operation.dtype, operation.dtype)
 
 
 class HostPlane(Plane):
@@ -214,7 +221,7 @@ class HostPlane(Plane):
         return [array.view(np.uint8), self._mpi.BYTE]
 
     def _typed(self, operation: Operation, *arrays: npt.NDArray[Any]) -> list[list[Any]]:
-        kind = getattr(self._mpi, _MPI_TYPES[_WIDE.get(operation.dtype, operation.dtype)])
+        kind = getattr(self._mpi, _MPI_TYPES[_wide(operation)])
         return [[array, kind] for array in arrays]
 
     def _mpi_op(self, operation: Operation) -> Any:
@@ -223,7 +230,7 @@ class HostPlane(Plane):
 
     def _widened(self, operation: Operation, pointer: int, count: int) -> npt.NDArray[Any]:
         user = at(pointer, count, operation.dtype)
-        return user.astype(numpy_dtype(_WIDE.get(operation.dtype, operation.dtype)))
+        return user.astype(numpy_dtype(_wide(operation)))
 
     def _store(self, operation: Operation, total: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
         if operation.op is ReduceOp.AVG:
