@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from butter_mpi.settings import FaultPolicy, Settings
 
 __all__ = ["abort_job", "init", "share_unique_id"]
 
+_LOG = logging.getLogger("butter_mpi")
 _UNIQUE_ID_BYTES = 128
 _ERROR_BYTES = 2048
 
@@ -176,7 +178,7 @@ class _Start:
             extra={
                 "comm_world_size": world.size,
                 "comm_world_rank": world.rank,
-                "mpi_library": self._mpi.Get_library_version().strip("\0\n "),
+                "mpi_library": " ".join(self._mpi.Get_library_version().strip("\0").split()),
                 "thread_level": self._mpi.Query_thread(),
             },
         )
@@ -219,6 +221,10 @@ class _Start:
 
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
         ENDING.watch(plane)
+        if self._comm.size == self._mpi.COMM_WORLD.size:
+            ENDING.everybody_started()
+        if report.warnings and plane.rank() == 0:
+            _LOG.warning("%s", report.text())
         return Communicator(
             plane,
             preflight=report,

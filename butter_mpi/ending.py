@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
 import sys
 import weakref
@@ -22,6 +23,8 @@ __all__ = ["ENDING", "Ending"]
 
 _ABORT_SECONDS = 2
 _STATUS = 1
+_OPEN_EVERYWHERE = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0")
+_SEGMENTS = re.compile(r"/dev/shm/(mpich_shm_|sm_segment\.|vader_segment\.).*")
 
 
 class Ending:
@@ -31,7 +34,8 @@ class Ending:
         self._planes: weakref.WeakSet[Plane] = weakref.WeakSet()
         self._orphans: list[Plane] = []
         self._broken: list[Plane] = []
-        self._alone = False
+        self._alone = self._met = False
+        self._status = _STATUS
         self._mpi: Any = None
         self._pid = 0
 
@@ -54,6 +58,14 @@ class Ending:
         """Remember a poisoned plane, also after it was dropped."""
         self._broken.append(plane)
 
+    def met(self, status: int) -> None:
+        """Remember that every rank has come to its end, so none is lost; what cannot be finalised ends with `status`."""
+        self._met, self._status = True, status
+
+    def everybody_started(self) -> None:
+        """Remove the name of MPICH's first shared segment: every rank has it open, and no ending can leave it then."""
+        _unlink_mapped(_OPEN_EVERYWHERE)
+
     def alone(self) -> None:
         """Remember that this rank failed in a way that the others cannot know of."""
         self._alone = True
@@ -68,7 +80,8 @@ class Ending:
             return
         error = getattr(sys, "last_value", None)
         causes = [plane.health.cause for plane in self._broken]
-        unsafe = self._alone or unfinished() or any(cause is not None and cause.lost_ranks for cause in causes)
+        lost = not self._met and any(cause is not None and cause.lost_ranks for cause in causes)
+        unsafe = self._alone or unfinished() or lost
         for plane in [*self._planes, *self._orphans]:
             if plane.health.closed:
                 continue
@@ -78,7 +91,7 @@ class Ending:
                 _say(f"{plane.who}: leaving while another thread is in {plane.in_flight}; the job is ended")
             plane.close("closed at exit", None if error is None else _ended_by(plane, error))
         if unsafe:
-            self.abort_job(_STATUS)
+            self.abort_job(self._status)
         retire_all()
 
     def abort_job(self, status: int) -> NoReturn:
@@ -88,9 +101,20 @@ class Ending:
                 stream.flush()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_ABORT_SECONDS)
+        # An aborted MPI leaves them behind.
+        _unlink_mapped(_SEGMENTS)
         if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
             self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def _unlink_mapped(pattern: re.Pattern[str]) -> None:
+    """Unlink the shared-memory files that this process has mapped; other processes keep what they have open."""
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for path in {line.split(None, 5)[-1].rstrip("\n") for line in maps}:
+            if pattern.fullmatch(path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
 
 def _say(line: str) -> None:

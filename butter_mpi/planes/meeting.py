@@ -8,7 +8,8 @@ from typing import Any
 from butter_mpi.collectives import describe
 from butter_mpi.control import Control, Watch
 from butter_mpi.errors import CollectiveMismatchError
-from butter_mpi.planes.waiting import Waiting, ranks_text
+from butter_mpi.findings import ranks_text
+from butter_mpi.planes.waiting import Waiting
 
 __all__ = ["meet"]
 

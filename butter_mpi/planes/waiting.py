@@ -9,17 +9,13 @@ from typing import Any
 from butter_mpi import errors
 from butter_mpi.collectives import describe
 from butter_mpi.control import Control, Pause, Watch
+from butter_mpi.findings import ranks_text
 
 __all__ = ["Waiting", "notice_of"]
 
 _LOG = logging.getLogger("butter_mpi")
 _FIRST_WARNING = 5.0
 _LONGEST_NOTICE = 800
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 1, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def notice_of(error: errors.CommunicatorBrokenError) -> dict[str, Any]:

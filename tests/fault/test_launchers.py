@@ -226,6 +226,7 @@ def test_devices_are_counted_as_a_program_would_see_them(
             "--hostfile hosts -x NCCL_IB_TIMEOUT=10 -x NCCL_IB_RETRY_CNT=1 -x NCCL_IB_HCA=mlx5_0",
         ),
     ],
+    ids=["mpich", "openmpi"],
 )
 def test_host_file_launcher_forwards_variables(mpi: str, line: str, options: str, tmp_path: Path) -> None:
     """mpirun_hosts.sh forwards what a rank elsewhere must have, by the options of the mpirun that is active."""

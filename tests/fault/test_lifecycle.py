@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 from helpers.mpirun import MPIS, run_job, start_job
@@ -100,16 +101,31 @@ except butter_mpi.PeerLostError as error:
     assert "barrier #1" in result.rank_out[0], result.text
 
 
+SEGMENTS = """
+import re
+def segments():
+    return sorted(set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment|vader_segment)\\S*", open("/proc/self/maps").read())))
+"""
+
+
 @every_launcher
-def test_killed_rank_ends_the_job(mpi: str) -> None:
-    """A killed rank ends the job; no process and no file is left."""
-    program = "comm = start(); comm.barrier(); say('up')\n" + FOR_EVER
-    with start_job(2, HEAD + program, mpi=mpi, timeout=20) as job:
-        for rank in range(2):
-            job.wait_for("up", rank)
-        job.signal(1, signal.SIGKILL)
-        result = job.wait(8)
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "MPI.COMM_WORLD.Abort(3)", "raise ZeroDivisionError"])
+def test_lost_rank_ends_the_job_and_leaves_nothing(mpi: str, how: str) -> None:
+    """A rank that is killed, aborts or fails ends the job; no process, and no shared memory of the MPI is left."""
+    program = f"""
+before = segments()
+comm = start()
+say(" ".join(before))
+comm.barrier()
+if RANK == 1: {how}
+signal.pause()
+"""
+    result = run_job(2, HEAD + SEGMENTS + program, mpi=mpi, timeout=20)
     assert result.rc != 0, result.text
+    if mpi == "mpich":
+        assert result.rank_out[0].startswith("/dev/shm/mpich_shm_"), result.text
+        left = [path for out in result.rank_out for path in out.split() if Path(path).exists()]
+        assert not left, result.text
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])

@@ -521,3 +521,20 @@ def test_a_deadline_that_is_no_time_is_refused(suite: Suite, value: str) -> None
     result = suite.run(f"--mpi-agree-seconds={value}")
     assert statuses(result) == [4, 4], result.text
     assert f"--mpi-agree-seconds must be a number of seconds from 0.1 to 86400; got '{value}'" in result.rank_err[0]
+
+
+@EACH_MPI
+def test_a_lost_peer_that_a_test_expects_is_no_failure_of_the_session(suite: Suite, mpi: str) -> None:
+    """A test may provoke and expect the loss of a peer: all ranks meet at the end, so the session leaves with 0."""
+    suite.write(
+        """
+        import butter_mpi
+        def test_lost(butter_comm):
+            if RANK == 1: butter_comm.close()
+            else:
+                with pytest.raises(butter_mpi.PeerLostError): butter_comm.barrier()
+        def test_after(butter_comm): butter_comm.barrier()
+        """
+    )
+    result = suite.run("--butter-plane=host", mpi=mpi)
+    assert result.rc == 0 and statuses(result) == [0, 0], result.text

@@ -2,7 +2,8 @@
 
 A job has a time limit of its own beside pytest, a mark by which every process of it is found, and its own HOME,
 TMPDIR and working folder. Variables of launchers, NCCL and butter_mpi are not inherited from the person's shell. What
-the MPI itself leaves in the shared folders is forgiven, and removed, only where the job did not end well.
+the MPI itself leaves in the shared folders is removed; it is forgiven where the job did not end well, or where other
+people's jobs may have left it.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Job:
         self.kill()
         files = [*map(str, sorted((self.folder / "tmp").iterdir())), *processes.left_behind(self._before)]
         unforgiven = processes.sweep(files)
-        left += files if result.rc == 0 else unforgiven
+        left += files if result.rc == 0 and processes.alone() else unforgiven
         if left:
             raise JobFailure("the job left behind:\n  " + "\n  ".join(left) + f"\n{result.text}")
 

@@ -16,8 +16,8 @@ MARK = "BUTTER_MPI_TEST_JOB"
 PLACES = ("/dev/shm", "/tmp")
 FOLDER_PREFIX = "bmj-"
 
-# In /tmp other people's files appear at any time. Where BUTTER_MPI_TEST_ALONE is 1 (.ci/run) every new name counts,
-# else only names that a job of ours may give.
+# Other people's files and MPI jobs come and go at any time. Where BUTTER_MPI_TEST_ALONE is 1 (.ci/run) every new name
+# counts; elsewhere in /tmp only names that a job of ours may give, and nothing that any MPI job may leave.
 ALONE = "BUTTER_MPI_TEST_ALONE"
 OURS = ("butter", "hydra", "nccl", "ompi", "openmpi", "pmix", "prte", "pymp", "slurm", "ucx")
 
@@ -100,6 +100,11 @@ def kill_all(find: Callable[[], list[int]], timeout: float = 10.0) -> None:
             raise AssertionError(f"processes {pids} outlive SIGKILL")
 
 
+def alone() -> bool:
+    """Say whether nobody else uses this machine."""
+    return os.environ.get(ALONE) == "1"
+
+
 def listing() -> frozenset[str]:
     """Return what is in the shared folders now."""
     return frozenset(f"{place}/{name}" for place in PLACES for name in os.listdir(place))
@@ -119,7 +124,7 @@ def _counts(path: str) -> bool:
     name = os.path.basename(path)
     if name.startswith((FOLDER_PREFIX, "pytest-of-")):
         return False
-    return path.startswith("/dev/shm/") or os.environ.get(ALONE) == "1" or name.startswith(OURS)
+    return path.startswith("/dev/shm/") or alone() or name.startswith(OURS)
 
 
 def left_behind(before: frozenset[str]) -> list[str]:

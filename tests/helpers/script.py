@@ -56,7 +56,9 @@ class Script:
             raise JobFailure(f"{expired.cmd} was cut after {timeout:g} s") from None
         result = ScriptResult(self._process.returncode, out, err)
         left = [f"process {pid}: {processes.command_line(pid)}" for pid in processes.await_all_gone(self.id, GRACE)]
-        left += processes.left_behind(self._before)
+        files = processes.left_behind(self._before)
+        unforgiven = processes.sweep(files)
+        left += files if result.rc == 0 and processes.alone() else unforgiven
         self.kill()
         if left:
             raise JobFailure("left behind:\n  " + "\n  ".join(left) + f"\n{result.text}")

@@ -90,6 +90,18 @@ def test_file_left_behind_is_found(place: str) -> None:
         (Path(place) / name).unlink(missing_ok=True)
 
 
+def test_file_of_the_mpi_is_forgiven_only_after_a_bad_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What MPICH leaves in /dev/shm when a job is aborted is removed; after a good end it fails the test."""
+    monkeypatch.setenv("BUTTER_MPI_TEST_ALONE", "1")
+    file = Path(f"/dev/shm/mpich_shm_test{os.getpid()}")
+    program = f"import sys\nopen({str(file)!r}, 'w').close()\nsys.exit(int(sys.argv[1]))\n"
+    with pytest.raises(JobFailure, match=f"left behind:\n  {file}"):
+        run_job(1, ["-c", program, "0"])
+    assert not file.exists()
+    assert run_job(1, ["-c", program, "3"]).rc == 3
+    assert not file.exists()
+
+
 def test_variables_of_the_shell_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A person's own NCCL, launcher and butter_mpi variables do not reach a job's ranks."""
     for name in ("NCCL_DEBUG", "SLURM_NTASKS", "BUTTER_MPI_PLANE", "OMPI_COMM_WORLD_SIZE"):

@@ -1,0 +1,164 @@
+"""What this machine offers to NCCL and to shared memory, read from the kernel's files; nothing is opened or started."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["infiniband", "interfaces", "nccl_interfaces", "remove_ipc", "shared_memory"]
+
+_SIOCGIFADDR = 0x8915
+_IFF_UP = 1
+_AUTOMATIC = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
+_LOGIND_FILES = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
+_SYSTEM_USERS_END = 1000
+
+
+def _ipv4(name: str) -> list[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return [socket.inet_ntoa(reply[20:24])]
+    return []
+
+
+def _ipv6(name: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == name]
+    return []
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Return the network interfaces of this name space.
+
+    Returns
+    -------
+    list of dict
+        ``name``, ``up`` and ``addresses`` of each, in the kernel's order.
+    """
+    found = []
+    for _, name in socket.if_nameindex():
+        flags = 0
+        with contextlib.suppress(OSError, ValueError):
+            flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
+        found.append({"name": name, "up": bool(flags & _IFF_UP), "addresses": _ipv4(name) + _ipv6(name)})
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether NCCL takes an interface by this list of prefixes; ``^`` refuses them, ``=`` takes whole names."""
+    refused, pattern = pattern.startswith("^"), pattern.removeprefix("^")
+    exact, pattern = pattern.startswith("="), pattern.removeprefix("=")
+    words = [word.split(":")[0] for word in pattern.split(",") if word]
+    return any(name == word if exact else name.startswith(word) for word in words) != refused
+
+
+def nccl_interfaces(found: Sequence[Mapping[str, Any]], names: str | None) -> tuple[list[str], str]:
+    """Return the interfaces that NCCL would consider for its sockets, and the rule, by their names alone.
+
+    Parameters
+    ----------
+    found : sequence of mapping
+        What :func:`interfaces` returned.
+    names : str or None
+        The value of ``NCCL_SOCKET_IFNAME``.
+
+    Returns
+    -------
+    names, rule : list of str, str
+        The interfaces that are up and have an address, and why these.
+    """
+    usable = [row["name"] for row in found if row["up"] and row["addresses"]]
+    if names:
+        return [name for name in usable if _matches(name, names)], f"NCCL_SOCKET_IFNAME={names}"
+    for pattern in _AUTOMATIC:
+        chosen = [name for name in usable if _matches(name, pattern)]
+        if chosen:
+            return chosen, f"NCCL_SOCKET_IFNAME is unset: automatic choice ({pattern})"
+    return [], "NCCL_SOCKET_IFNAME is unset: no interface is up and has an address"
+
+
+def infiniband(folder: str = "/sys/class/infiniband") -> list[str]:
+    """Return the RDMA ports of this machine.
+
+    Parameters
+    ----------
+    folder : str, default "/sys/class/infiniband"
+        Where the kernel lists them.
+
+    Returns
+    -------
+    list of str
+        Device, port, state and link layer of each.
+    """
+    ports = []
+    for port in sorted(Path(folder).glob("*/ports/*")):
+        facts = []
+        for name in ("state", "link_layer"):
+            with contextlib.suppress(OSError):
+                facts.append((port / name).read_text().strip())
+        ports.append(f"{port.parent.parent.name} port {port.name}: {', '.join(facts)}")
+    return ports
+
+
+def shared_memory(folder: str = "/dev/shm") -> dict[str, int]:
+    """Return the size of the shared-memory file system.
+
+    Parameters
+    ----------
+    folder : str, default "/dev/shm"
+        Where it is mounted.
+
+    Returns
+    -------
+    dict of str to int
+        ``size`` and ``free`` in bytes.
+
+    Raises
+    ------
+    OSError
+        It is not there.
+    """
+    facts = os.statvfs(folder)
+    return {"size": facts.f_frsize * facts.f_blocks, "free": facts.f_frsize * facts.f_bavail}
+
+
+def remove_ipc(
+    user: int, running: str = "/run/systemd/system", files: Sequence[str] = _LOGIND_FILES
+) -> tuple[bool, str]:
+    """Return whether systemd removes an ordinary user's shared memory at log-out, under a running job, and why.
+
+    Parameters
+    ----------
+    user : int
+        The user's number; objects of system users stay.
+    running : str
+        The folder that tells that systemd runs.
+    files : sequence of str
+        Configuration files, or folders of them; later ones win.
+
+    Returns
+    -------
+    removes, why : bool, str
+        The answer in words, with the file that says so.
+    """
+    if not Path(running).is_dir():
+        return False, "systemd does not run here"
+    value, source = "yes", "systemd's default"
+    for place in map(Path, files):
+        for file in sorted(place.glob("*.conf")) if place.is_dir() else [place]:
+            with contextlib.suppress(OSError):
+                for setting in re.findall(r"(?m)^\s*RemoveIPC\s*=\s*(\S+)", file.read_text(errors="replace")):
+                    value, source = setting.lower(), str(file)
+    if value not in ("yes", "true", "on", "1"):
+        return False, f"RemoveIPC={value} ({source})"
+    if user < _SYSTEM_USERS_END:
+        return False, f"RemoveIPC={value} ({source}), but user {user} is a system user"
+    return True, f"RemoveIPC={value} ({source})"
