@@ -59,7 +59,7 @@ class Ending:
         self._broken.append(plane)
 
     def met(self, status: int) -> None:
-        """Remember that every rank has come to its end, so none is lost; what cannot be finalised ends with `status`."""
+        """Remember that every rank has come to its end: none is lost, and an abort is with `status`."""
         self._met, self._status = True, status
 
     def everybody_started(self) -> None:

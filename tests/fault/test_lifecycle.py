@@ -104,12 +104,13 @@ except butter_mpi.PeerLostError as error:
 SEGMENTS = """
 import re
 def segments():
-    return sorted(set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment|vader_segment)\\S*", open("/proc/self/maps").read())))
+    names = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment|vader_segment)\\S*")
+    return sorted(set(names.findall(open("/proc/self/maps").read())))
 """
 
 
 @every_launcher
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "MPI.COMM_WORLD.Abort(3)", "raise ZeroDivisionError"])
+@pytest.mark.parametrize("how", ["signal.raise_signal(9)", "MPI.COMM_WORLD.Abort(3)", "raise ZeroDivisionError"])
 def test_lost_rank_ends_the_job_and_leaves_nothing(mpi: str, how: str) -> None:
     """A rank that is killed, aborts or fails ends the job; no process, and no shared memory of the MPI is left."""
     program = f"""
@@ -210,7 +211,7 @@ def test_rank_that_never_starts(mpi: str) -> None:
 
 
 def test_idle_command_is_never_late() -> None:
-    """A worker that waits for its next command is not warned of and has no deadline; it learns of root's end at once."""
+    """A worker waiting for its next command has no deadline and is not warned of; it learns of root's end at once."""
     program = """
 comm = start(); word = np.zeros(1, np.uint32)
 if RANK == 0:

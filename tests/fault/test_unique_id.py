@@ -1,4 +1,4 @@
-"""The unique ID, or its failure, reaches every rank in one message; with the real library, which needs no GPU for it."""
+"""The unique ID, or its failure, reaches every rank in one message; by the real library, which needs no GPU for it."""
 
 from __future__ import annotations
 
@@ -53,4 +53,6 @@ def test_missing_library_on_rank_0_reaches_every_rank() -> None:
     rank_env = {0: {"NCCL_LIBRARY": "/nonexistent/libnccl.so.2"}}
     result = run_job(3, PROGRAM, env={"NCCL_LIBRARY": library()}, rank_env=rank_env)
     assert result.rc == 0 and len(set(result.rank_out)) == 1, result.text
-    assert "start: no unique ID" in result.rank_out[0] and "/nonexistent/libnccl.so.2" in result.rank_out[0], result.text
+    assert "start: no unique ID" in result.rank_out[0] and "/nonexistent/libnccl.so.2" in result.rank_out[0], (
+        result.text
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -122,7 +123,7 @@ def test_reduce_scatter(backend: CommBackend, memory: Memory, dtype: DType, coun
     """reduce_scatter gives each rank its share of the sum, out of place and in place; u8 unless told otherwise."""
     own = numbers(RANK, SIZE * count, TYPES[dtype])
     share = expected(SIZE * count, TYPES[dtype], ReduceOp.SUM)[RANK * count : (RANK + 1) * count]
-    kwargs = {} if dtype is DType.UINT8 else {"dtype": dtype}
+    kwargs: dict[str, Any] = {} if dtype is DType.UINT8 else {"dtype": dtype}
     send, recv = memory.put(own), memory.blank(share.nbytes)
     backend.reduce_scatter(send, recv, share.nbytes, **kwargs)
     np.testing.assert_array_equal(memory.get(recv, share), share)
@@ -281,7 +282,7 @@ def test_add_kernel_can_be_taken_back(backend: CommBackend) -> None:
         (lambda b, p, s: b.all_reduce_async(p, 4, s + 12345), "stream must be"),
     ],
 )
-def test_refusals_poison_nothing(backend: CommBackend, memory: Memory, call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_refusals_poison_nothing(backend: CommBackend, memory: Memory, call, message: str) -> None:
     """A wrong argument is refused before anything is sent; the next operation is right."""
     with pytest.raises(ValueError, match=message):
         call(backend, memory.blank(16), memory.stream)

@@ -397,7 +397,7 @@ needs_peer = pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
     ],
     ids=["dtype", "count", "op", "operation", "root", "control plane", "pair"],
 )
-def test_mismatch_is_named_everywhere(comm: Communicator, mine, other) -> None:  # type: ignore[no-untyped-def]
+def test_mismatch_is_named_everywhere(comm: Communicator, mine, other) -> None:
     """A rank that submits something else is named on every rank with both call sites; no data is exchanged."""
     last = SIZE - 1
     with pytest.raises(CollectiveMismatchError) as caught:
@@ -432,7 +432,7 @@ def test_what_a_peer_sent_before_it_broke_counts(comm: Communicator) -> None:
         data = np.full(70_000, 1.0)
         comm.all_reduce(data)
         with pytest.raises(CollectiveMismatchError):
-            comm.broadcast(data, root=0) if RANK == turn % SIZE else comm.barrier()
+            comm.broadcast(data, root=0) if turn % SIZE == RANK else comm.barrier()
         assert (data == SIZE).all()
         comm.attempt_reconnect()
 

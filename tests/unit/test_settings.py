@@ -23,7 +23,10 @@ def test_arguments_win_over_variables_and_those_over_defaults() -> None:
         ({"BUTTER_MPI_START_DEADLINE": "soon"}, "must be a number of seconds from 1 to 3600; got 'soon'"),
         ({"BUTTER_MPI_START_DEADLINE": "nan"}, "must be a number of seconds from 1 to 3600; got 'nan'"),
         ({"BUTTER_MPI_COLLECTIVE_DEADLINE": "301"}, "must be a number of seconds from 10 to 300; got '301'"),
-        ({"BUTTER_MPI_SHARE_GPU": "perhaps"}, "BUTTER_MPI_SHARE_GPU must be one of 1, true, yes, on, 0, false, no, off"),
+        (
+            {"BUTTER_MPI_SHARE_GPU": "perhaps"},
+            "BUTTER_MPI_SHARE_GPU must be one of 1, true, yes, on, 0, false, no, off",
+        ),
         ({"BUTTER_MPI_REQUIRE_TRANSPORT": "TCP"}, "must be one of P2P, SHM, NET/IB, NET/Socket; got 'TCP'"),
         ({"BUTTER_MPI_ACTION": "shrug"}, "BUTTER_MPI_ACTION must be one of raise, abort; got 'shrug'"),
     ],
