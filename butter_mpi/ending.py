@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 import weakref
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from butter_mpi.planes.base import Plane
 __all__ = ["ENDING", "Ending"]
 
 _ABORT_SECONDS = 2
+_LAST_WORDS_SECONDS = 0.25
 _STATUS = 1
 _OPEN_EVERYWHERE = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0")
 _SEGMENTS = re.compile(r"/dev/shm/(mpich_shm_|sm_segment\.|vader_segment\.).*")
@@ -91,6 +93,8 @@ class Ending:
                 _say(f"{plane.who}: leaving while another thread is in {plane.in_flight}; the job is ended")
             plane.close("closed at exit", None if error is None else _ended_by(plane, error))
         if unsafe:
+            # MPI_Abort kills the others at once; those that have just been told shall have the time to say so.
+            time.sleep(_LAST_WORDS_SECONDS)
             self.abort_job(self._status)
         retire_all()
 

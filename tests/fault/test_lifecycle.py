@@ -52,11 +52,14 @@ comm.close(); comm.abort()
 
 @every_launcher
 def test_exception_on_one_rank(mpi: str) -> None:
-    """An uncaught exception on one rank ends the job within seconds, with that rank's traceback."""
+    """An uncaught exception on one rank ends the job within seconds; every rank says what broke, and where."""
     program = "comm = start(); comm.barrier()\nif RANK == 1: raise ZeroDivisionError('rank 1 fails')\ncomm.barrier()"
     result = run_job(3, HEAD + program, mpi=mpi, timeout=20)
     assert result.rc != 0 and result.seconds < 8, result.text
     assert "Traceback" in result.rank_err[1] and "ZeroDivisionError: rank 1 fails" in result.rank_err[1], result.text
+    for rank in (0, 2):
+        assert "PeerLostError" in result.rank_err[rank] and "told by rank 1" in result.rank_err[rank], result.text
+        assert "ended by ZeroDivisionError: rank 1 fails (after barrier #1" in result.rank_err[rank], result.text
 
 
 @every_launcher
