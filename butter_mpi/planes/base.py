@@ -67,6 +67,7 @@ class Plane(ABC):
         self.in_flight = ""
         self._pairs: dict[int, int] = {}
         self._on_poison = on_poison
+        self._transport_errors: tuple[type[Exception], ...] = ()
         self._group: list[Operation] | None = None
         self._group_marks: list[int] = []
         self._group_thread = 0
@@ -105,6 +106,10 @@ class Plane(ABC):
         except CommunicatorBrokenError as error:
             self.poison(error)
             raise
+        except self._transport_errors as error:
+            cause = self._failed(record, error)
+            self.poison(cause)
+            raise cause from error
         except BaseException as error:
             self.poison(self._interrupted(record, error))
             raise
@@ -160,6 +165,14 @@ class Plane(ABC):
         own = [operation for operation in operations if operation.peer == self._rank]
         sends = [operation for operation in own if operation.kind == "send"]
         return list(itertools.zip_longest(sends, [operation for operation in own if operation.kind == "recv"]))
+
+    def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
+        return CommunicatorBrokenError(
+            f"{self.who}: {describe(record)}: {type(error).__module__} failed: {error}",
+            sequence=record["n"],
+            operation=record["kind"],
+            phase="collective",
+        )
 
     def _interrupted(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         return CommunicatorBrokenError(

@@ -98,6 +98,7 @@ class HostPlane(Plane):
         self._mpi, self._start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._memory = Allocator()
+        self._transport_errors = (mpi.Exception,)
         self._pending: dict[int, tuple[Any, ...]] = {}
         sweep()
 
@@ -139,8 +140,6 @@ class HostPlane(Plane):
                     waiting.restart()
                 if tasks:
                     waiting.look((), waiting.take() or moved)
-        except self._mpi.Exception as error:
-            raise CommunicatorBrokenError(f"{waiting.text()}: MPI failed: {error}", **waiting.facts([])) from error
         finally:
             for entry in self._pending.values():
                 keep_for_ever(*entry)
@@ -313,6 +312,10 @@ class HostPlane(Plane):
                 operation="attempt_reconnect",
                 phase="reconnect",
                 elapsed=error.elapsed,
+            ) from error
+        except self._mpi.Exception as error:
+            raise CommunicatorBrokenError(
+                f"{self.who}: attempt_reconnect: MPI failed: {error}", operation="attempt_reconnect", phase="reconnect"
             ) from error
         self._control, self._data, self._reserve = control, data, reserve
         self.sequence = max(sequence for sequence, _ in numbers)

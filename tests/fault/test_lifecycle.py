@@ -132,6 +132,29 @@ signal.pause()
         assert not left, result.text
 
 
+def test_killed_rank_is_named_at_once_where_mpi_lives_on() -> None:
+    """With Open MPI's fault tolerance survivors live on: a killed rank is named on each of them within the second."""
+    program = """
+comm = start(); comm.barrier(); say(f"up")
+try:
+    while True:
+        comm.all_reduce(np.zeros(3)); time.sleep(0.001)
+except butter_mpi.CommunicatorBrokenError as error:
+    say(f"at {time.monotonic()} {type(error).__name__} {error.lost_ranks}")
+    raise
+"""
+    with start_job(3, HEAD + program, mpi="openmpi", options=["--with-ft", "ulfm"], timeout=30) as job:
+        for rank in range(3):
+            job.wait_for("up", rank)
+        killed = job.signal(1, signal.SIGKILL)
+        for rank in (0, 2):
+            job.wait_for("PeerLostError (1,)", rank)
+        said = [job.read(rank, "out") for rank in (0, 2)]
+        result = job.wait()
+    for out in said:
+        assert float(out.split("at ")[1].split()[0]) - killed < 1, result.text
+
+
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_frozen_rank_is_named_at_the_deadline(mpi: str) -> None:
     """A stopped rank is warned of after 5 s and named at the collective deadline, with where it was last seen."""
