@@ -43,6 +43,11 @@ class _Round:
         self._sends = [request for request in self._sends if not request.Test()]
         return not self._missing and not self._sends
 
+    def under_way(self) -> list[tuple[Any, ...]]:
+        """Return every request that MPI may still work on, each with its buffer."""
+        received = [entry for peer, entry in self._receives.items() if peer not in self.said]
+        return received + [(request, self._payload) for request in self._sends]
+
     def _match(self, peer: int) -> None:
         status = self._mpi.Status()
         found = self._comm.Improbe(source=peer, tag=_TAG, status=status)
@@ -104,7 +109,8 @@ class Rounds:
                 watch.tick()
                 look(current.said if current else {self.rank: message}, watch.elapsed)
         except BaseException:
-            keep_for_ever(current, self._duplicated)
+            for request, *buffers in [(self._duplicated, self._comm), *(current.under_way() if current else ())]:
+                keep_for_ever(request, *buffers)
             raise
         return [current.said[rank] for rank in range(self.size)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,14 +15,17 @@ from butter_mpi import launch, preflight
 from butter_mpi.collectives import check_plan
 from butter_mpi.communicator import Communicator
 from butter_mpi.control import Control, Overdue, Watch, duplicate
-from butter_mpi.ending import ENDING
+from butter_mpi.ending import ENDING, say
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import (
+    ButterError,
     NotSupportedError,
     PreflightError,
     StartError,
     StartTimeoutError,
+    text_of,
 )
+from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.solo import SoloPlane
@@ -100,6 +104,7 @@ def init(
     """
     from mpi4py import MPI
 
+    _check_mpi(MPI)
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise TypeError(f"comm must be an mpi4py intracommunicator; got {comm!r}")
@@ -109,12 +114,31 @@ def init(
         "require_transport": require_transport,
         "per_host_interfaces": per_host_interfaces,
     }
-    asked = _asked(arguments, plan, fault, MPI)
+    asked = _asked(arguments, plan, fault, MPI, comm.size)
     ENDING.register(MPI)
-    return _Start(comm, MPI, asked).run()
+    # Below MPI's highest thread level its calls must not overlap with those of operations in other threads.
+    lane = contextlib.nullcontext() if MPI.Query_thread() >= MPI.THREAD_MULTIPLE else _lane(asked.settings)
+    with ENDING.starting(), lane:
+        return _Start(comm, MPI, asked).run()
 
 
-def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, mpi: Any) -> _Asked:
+def _lane(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    return LANE.held("init", "init", settings.start_deadline)
+
+
+def _check_mpi(mpi: Any) -> None:
+    """Refuse a process in which MPI cannot be used any more."""
+    if ENDING.forked:
+        raise StartError(
+            f"init: this process {os.getpid()} is a fork of one that runs MPI, and MPI knows only that one; start "
+            "ranks with the launcher, or processes of your own with the spawn method",
+            phase="MPI",
+        )
+    if mpi.Is_finalized():
+        raise StartError("init: MPI.Finalize was called, and MPI starts once a process: init before it", phase="MPI")
+
+
+def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, mpi: Any, size: int) -> _Asked:
     failures: list[str] = []
 
     def attempt(make: Callable[[], Any], otherwise: Any) -> Any:
@@ -125,7 +149,7 @@ def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, m
             return otherwise
 
     settings = attempt(lambda: Settings.resolve(c_environment(), fault, **arguments), Settings())
-    checked = attempt(lambda: check_plan(plan), None)
+    checked = attempt(lambda: check_plan(plan, size), None)
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
         names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED"}
@@ -215,8 +239,8 @@ class _Start:
         ENDING.broken(plane)
         cause = plane.health.cause
         if self._settings.action == "abort" and cause is not None:
-            verdict = f"butter_mpi: {cause.message}\nbutter_mpi: {self._who}: ending the job (action abort)\n"
-            os.write(2, verdict.encode(errors="replace"))
+            say(cause.message)
+            say(f"{self._who}: ending the job (action abort)")
             abort_job(1)
 
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
@@ -278,7 +302,8 @@ def share_unique_id(control: Control, make_id: Callable[[], bytes], watch: Watch
         try:
             payload = b"\1" + make_id()
         except Exception as error:  # whatever it is, the other ranks wait for this message
-            payload = b"\0" + str(error).encode()[:_ERROR_BYTES]
+            reason = error.message if isinstance(error, ButterError) else text_of(error)
+            payload = b"\0" + reason.encode(errors="replace")[:_ERROR_BYTES]
     payload = control.broadcast(payload.ljust(1 + _ERROR_BYTES, b"\0"), 0, watch, "carrying the unique ID")
     if payload[0]:
         return payload[1 : 1 + _UNIQUE_ID_BYTES]

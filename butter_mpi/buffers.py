@@ -61,6 +61,8 @@ def view(array: Any, name: str, *, writable: bool) -> ArrayView:
     # A NumPy scalar shows the protocol too, over memory that is gone when this returns.
     if not isinstance(interface.get("data"), tuple) or not hasattr(array, "__setitem__"):
         raise TypeError(f"{name} must be a NumPy array; got {_typename(array)} (numpy.asarray makes one)")
+    if type(array).__module__.startswith("numpy.ma"):
+        raise TypeError(f"{name} is a masked array, and operations know no masks; pass its data or its filled() copy")
     dtype = _dtype(array, interface["typestr"], name)
     shape, strides = interface["shape"], interface.get("strides")
     count = _count(shape)

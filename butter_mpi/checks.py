@@ -33,6 +33,7 @@ __all__ = [
 Record = Mapping[str, Any]
 
 _EVERY, _SHARED, _WITHOUT_NCCL = ("host", "solo", "nccl"), ("host", "nccl"), ("host", "solo")
+_MOST_VARIABLES = 20
 _SAME_BUILD = "install the same butter_mpi on every rank"
 
 
@@ -185,7 +186,7 @@ def value_texts(world: World, name: str) -> list[tuple[int, str]]:
     texts = []
     for rank, record in world.records.items():
         value, source = record["environment"].get(name, (None, "environment"))
-        texts.append((rank, quoted(value) + ("" if source == "environment" else f" from {source}")))
+        texts.append((rank, quoted(value) + ("" if source == "environment" else f" from {quoted(source)[1:-1]}")))
     return texts
 
 
@@ -209,27 +210,44 @@ def _differs(world: World, name: str) -> bool:
     return any(len(several) > 1 for several in by_host.values())
 
 
+def _is_plain(value: str) -> bool:
+    """Whether a message shows a value as it is: only then a command line with it can be typed."""
+    return quoted(value) == f'"{value}"' and not value.startswith("<hidden")
+
+
 def _environment_remedy(world: World, name: str) -> str:
     info = launch_info(next(iter(world.records.values())))
-    shown = next((v for v in values(world, name).values() if v is not None and not v.startswith("<hidden")), "VALUE")
-    remedy = f"give every rank the same value: {forwarding(info, name, shown)}"
+    shown = next((v for v in values(world, name).values() if v is not None and _is_plain(v)), "VALUE")
+    remedy = f"give every rank the same value: {forwarding(info, quoted(name)[1:-1], shown)}"
     if _nature(world, name) is Nature.INTERFACE:
         remedy += "; or allow one value a host: per_host_interfaces=True (BUTTER_MPI_PER_HOST_INTERFACES=1)"
     return remedy
 
 
+def _rest(severity: str, names: Sequence[str], ranks: tuple[int, ...]) -> Finding:
+    """Return one finding for many variables: a file of thousands must not drown the message."""
+    shown = ", ".join(quoted(name)[1:-1] for name in names[:_MOST_VARIABLES])
+    more = f" and {len(names) - _MOST_VARIABLES} others" if len(names) > _MOST_VARIABLES else ""
+    text = f"{len(names)} more {'variable differs' if len(names) == 1 else 'variables differ'}: {shown}{more}"
+    remedy = "give every rank the same environment and the same NCCL configuration files"
+    return Finding("environment", "differ", severity, text, remedy, ranks)
+
+
 def _environment(world: World) -> list[Finding]:
-    findings = []
+    differing: dict[str, list[str]] = {"error": [], "warning": []}
     for name in sorted({name for r in world.records.values() for name in r["environment"]}):
         kind = _nature(world, name)
         told_elsewhere = world.plane == "nccl" and name in POLICY
         if kind is Nature.FREE or told_elsewhere or not _differs(world, name):
             continue
-        severity = "warning" if kind is Nature.WARN else "error"
-        text = f"{quoted(name)[1:-1]}: {grouped(value_texts(world, name))}"
-        findings.append(
-            Finding("environment", "differ", severity, text, _environment_remedy(world, name), tuple(world.records))
-        )
+        differing["warning" if kind is Nature.WARN else "error"].append(name)
+    findings, ranks = [], tuple(world.records)
+    for severity, names in differing.items():
+        for name in names[:_MOST_VARIABLES]:
+            text = f"{quoted(name)[1:-1]}: {grouped(value_texts(world, name))}"
+            findings.append(Finding("environment", "differ", severity, text, _environment_remedy(world, name), ranks))
+        if names[_MOST_VARIABLES:]:
+            findings.append(_rest(severity, names[_MOST_VARIABLES:], ranks))
     return findings
 
 

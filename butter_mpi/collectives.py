@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.settings import shown
 
 __all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "signature"]
 
@@ -104,9 +105,10 @@ def call_site() -> str:
 
 
 _PLAN_KEYS = ("operation", "count", "dtype", "op", "root")
+_MOST_ELEMENTS = 2**63 - 1
 
 
-def check_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def check_plan(plan: Mapping[str, Any] | None, world_size: int | None = None) -> dict[str, Any] | None:
     """Return the planned first collective in one form, or ``None``.
 
     Parameters
@@ -114,6 +116,8 @@ def check_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
     plan : mapping, optional
         ``operation`` (one of the collectives), ``count`` (elements of one block), ``dtype``, and ``op`` or ``root``
         where the operation has one.
+    world_size : int, optional
+        The ranks that there are, of which the root must be one.
 
     Returns
     -------
@@ -122,21 +126,29 @@ def check_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
     Raises
     ------
+    TypeError
+        It is no mapping.
     ValueError
         An unknown key or operation, or a value that the operation does not have.
     """
     if plan is None:
         return None
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"plan must be a mapping with the keys {', '.join(_PLAN_KEYS)}; got {type(plan).__name__}")
     _known("plan key", plan, _PLAN_KEYS)
     kind = plan.get("operation")
     collectives = [name for name, rule in RULES.items() if not rule.paired]
     _known("plan operation", [kind], collectives)
     rule, count = RULES[str(kind)], plan.get("count", 0)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ValueError(f"plan count must be a number of elements, 0 or more; got {count!r}")
+    if not _is_whole(count, _MOST_ELEMENTS):
+        raise ValueError(f"plan count must be a number of elements, 0 or more; got {shown(count)}")
     for key, wanted in (("op", rule.reduces), ("root", rule.rooted)):
         if (plan.get(key) is not None) != wanted:
-            raise ValueError(f"plan: {kind} {'needs' if wanted else 'has no'} {key!r}; got {plan.get(key)!r}")
+            raise ValueError(f"plan: {kind} {'needs' if wanted else 'has no'} {key!r}; got {shown(plan.get(key))}")
+    last = _MOST_ELEMENTS if world_size is None else world_size - 1
+    if rule.rooted and not _is_whole(plan["root"], last):
+        ranks = "0 or more" if world_size is None else f"0 to {last}"
+        raise ValueError(f"plan root must be a rank, {ranks}; got {shown(plan['root'])}")
     return {
         "operation": kind,
         "count": count,
@@ -146,8 +158,12 @@ def check_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
+def _is_whole(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
 def _known(what: str, found: Iterable[Any], allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     for name in found:
         if name not in allowed:
-            raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {name!r}")
+            raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {shown(name)}")

@@ -6,21 +6,37 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 from butter_mpi.buffers import ArrayView, check_pair, view
 from butter_mpi.collectives import RULES, Operation, call_site
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.errors import PeerLostError
+from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes import CommBackend
 from butter_mpi.planes.base import Plane
 
 __all__ = ["Communicator"]
 
 _POLL_SECONDS = 0.005
+
+
+class _Group:
+    """A class and not a generator: an interrupt between its lines would leave the group open."""
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+
+    def __enter__(self) -> None:
+        self._plane.group_start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._plane.group_end()
+        else:
+            self._plane.group_discard()
 
 
 class Communicator:
@@ -77,11 +93,12 @@ class Communicator:
     @property
     def backend(self) -> CommBackend:
         """The data plane itself: operations on raw pointers and byte counts."""
+        # Whoever holds only this still has the communicator.
+        self._plane.owner = self
         return self._plane
 
     def __repr__(self) -> str:
-        state = self._plane.health.closed or ("poisoned" if self._plane.health.cause else "healthy")
-        return f"<Communicator {self._plane.who}, plane {self.plane}, #{self.sequence}, {state}>"
+        return f"<Communicator {self._plane.who}, plane {self.plane}, #{self.sequence}, {self._plane.state()}>"
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -126,7 +143,7 @@ class Communicator:
         --------
         reduce_scatter : Each rank keeps one share. The C function is ``ncclAllReduce`` (``MPI_Iallreduce``).
         """
-        self._two("all_reduce", sendbuf, recvbuf, stream, op=ReduceOp.parse(op))
+        self._two("all_reduce", sendbuf, recvbuf, stream, op=self._op("all_reduce", op))
 
     def broadcast(self, buf: Any, root: int = 0, *, stream: Any = None) -> None:
         """Copy root's `n` elements to every rank.
@@ -222,7 +239,7 @@ class Communicator:
         --------
         all_reduce : The C function is ``ncclReduceScatter`` (``MPI_Ireduce_scatter_block``).
         """
-        self._two("reduce_scatter", sendbuf, recvbuf, stream, op=ReduceOp.parse(op))
+        self._two("reduce_scatter", sendbuf, recvbuf, stream, op=self._op("reduce_scatter", op))
 
     def barrier(self, *, stream: Any = None) -> None:
         """Order every rank's later work after every rank's earlier work.
@@ -314,18 +331,17 @@ class Communicator:
         whole = self._view("recv", "buf", buf, writable=True)
         self._submit("recv", whole.count, None, whole, stream, peer=peer)
 
-    @contextmanager
-    def group(self) -> Iterator[None]:
+    def group(self) -> AbstractContextManager[None]:
         """Submit the operations of the body together, at its end.
 
         Collectives run in program order, pairs beside them, so sends and receives in any order cannot wait for one
         another. The lane is held for the whole body, by this thread. If the body raises, nothing of it is sent and no
         number is taken.
 
-        Yields
-        ------
-        None
-            The body; results are there after it.
+        Returns
+        -------
+        context manager
+            Results are there after its body.
 
         Raises
         ------
@@ -343,13 +359,7 @@ class Communicator:
         --------
         send, recv : The C functions are ``ncclGroupStart`` and ``ncclGroupEnd``.
         """
-        self._plane.group_start()
-        try:
-            yield
-        except BaseException:
-            self._plane.group_discard()
-            raise
-        self._plane.group_end()
+        return _Group(self._plane)
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Return every rank's small value, over the control plane.
@@ -380,7 +390,10 @@ class Communicator:
         --------
         all_gather : The same for arrays, over the data plane.
         """
-        payload = json.dumps(value).encode()
+        try:
+            payload = json.dumps(value).encode()
+        except (RecursionError, ValueError) as error:
+            raise TypeError(f"{self._plane.who}: all_gather_json: not a JSON value: {error}") from None
         return [json.loads(x) for x in self._plane.all_gather_json(payload)]
 
     # -- health and lifecycle ----------------------------------------------------------------------------------------
@@ -413,15 +426,19 @@ class Communicator:
         Parameters
         ----------
         timeout : float
-            Seconds.
+            Seconds, 0 or more.
 
         Raises
         ------
+        ValueError
+            `timeout` is no such number.
         CommunicatorBrokenError
             The first cause, as soon as it is known.
         CommunicatorClosedError
             It was closed or aborted.
         """
+        if not timeout >= 0:
+            raise ValueError(f"{self._plane.who}: timeout must be a number of seconds, 0 or more; got {timeout!r}")
         end = time.monotonic() + timeout
         self.check_async_error()
         while (left := end - time.monotonic()) > 0:
@@ -480,16 +497,19 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close()
-        else:
-            self.abort(f"{type(error).__name__}: {error}")
+            return
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            self._plane.exit_status = error.code
+        self.abort(text_of(error))
 
     def __del__(self, _warn: Callable[..., None] = warnings.warn) -> None:
         plane = self.__dict__.get("_plane")
         if plane is not None and not plane.health.closed:
-            _warn(f"{self!r} was dropped without close(); use it as a context manager", ResourceWarning, stacklevel=2)
+            # First: where warnings are errors, the next line ends this.
             self._orphan(plane)
+            _warn(f"{self!r} was dropped without close(); use it as a context manager", ResourceWarning, stacklevel=2)
 
     # -- arguments ---------------------------------------------------------------------------------------------------
 
@@ -511,6 +531,12 @@ class Communicator:
 
     def _what(self, kind: str) -> str:
         return f"{self._plane.who}: {kind} #{self.sequence + 1}"
+
+    def _op(self, kind: str, op: ReduceOp | str) -> ReduceOp:
+        try:
+            return ReduceOp.parse(op)
+        except ValueError as error:
+            raise ValueError(f"{self._what(kind)}: {error}") from None
 
     def _view(self, kind: str, name: str, array: Any, *, writable: bool) -> ArrayView:
         return view(array, f"{self._what(kind)}: {name}", writable=writable)

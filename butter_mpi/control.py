@@ -1,4 +1,4 @@
-"""Bounded exchange between ranks over MPI: no call blocks, and no timed-out request keeps a user's memory.
+"""Bounded exchange between ranks over MPI: no call blocks, and no request writes into memory that is gone.
 
 The MPI communicator and mpi4py's module are handed in; nothing here imports them. A communicator with a timed-out
 request is finished (MPI cannot cancel a collective): its requests and buffers are kept for the life of the process.
@@ -6,17 +6,19 @@ request is finished (MPI cannot cancel a collective): its requests and buffers a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = [
     "Control",
     "Overdue",
     "Pause",
+    "Ticket",
     "Watch",
     "duplicate",
     "keep_for_ever",
@@ -28,11 +30,12 @@ __all__ = [
 
 _TAG = 1
 _MESSAGE_BYTES = 4096
+_LENGTH_BYTES = 4
+_MOST_LOST = 100
 _LONGEST_TICK = 0.5
 _CANCEL_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.5
-_KEPT: list[tuple[Any, ...]] = []
-_UNSENT: list[tuple[Any, ...]] = []
+_OPEN: set[Ticket] = set()
 _LISTENING: set[Control] = set()
 
 
@@ -44,14 +47,67 @@ class Overdue(Exception):
         self.phase, self.elapsed = phase, elapsed
 
 
+class Ticket:
+    """A request and its buffers, which are held from before it is started until it is seen to be done.
+
+    Whatever ends the wait early, an interrupt between the start and the next line included, MPI may still write: an
+    open ticket is never collected.
+
+    Parameters
+    ----------
+    *buffers
+        What MPI reads or writes.
+    counts : bool, default True
+        Whether MPI_Finalize would wait for it (a collective, data), or it can be cancelled (a mailbox).
+    """
+
+    __slots__ = ("buffers", "counts", "request")
+
+    def __init__(self, *buffers: Any, counts: bool = True) -> None:
+        self.buffers, self.counts = buffers, counts
+        self.request: Any = None
+        _OPEN.add(self)
+
+    def start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Ticket:
+        """Start the request by a call that returns it."""
+        try:
+            self.request = call(*args, **kwargs)
+        except Exception:
+            _OPEN.discard(self)
+            raise
+        return self
+
+    def done(self) -> bool:
+        """Whether it is done; asking again is harmless."""
+        if self.request is None or not self.request.Test():
+            return False
+        _OPEN.discard(self)
+        return True
+
+    def over(self) -> bool:
+        """Whether it is done or failed."""
+        try:
+            return self.done()
+        except Exception:
+            _OPEN.discard(self)
+            return True
+
+    def cancel(self) -> None:
+        """Cancel a receive, and wait a moment for that."""
+        with contextlib.suppress(Exception):
+            if self.request:
+                self.request.Cancel()
+                poll(self, Watch(_CANCEL_SECONDS))
+
+
 def keep_for_ever(request: Any, *buffers: Any) -> None:
-    """Keep a request that MPI may still write through, and its buffers."""
-    _KEPT.append((request, *buffers))
+    """Keep a request that was started elsewhere, and its buffers, until it is done."""
+    Ticket(*buffers).request = request
 
 
 def unfinished() -> bool:
     """Whether a request that was given up is not done to this day: MPI_Finalize would wait for it."""
-    return not all(request.Test() for request, *_ in _KEPT)
+    return any(ticket.counts and not ticket.over() for ticket in list(_OPEN))
 
 
 def retire_all() -> None:
@@ -107,35 +163,60 @@ class Pause:
         self._looks = 0
 
 
-def poll(request: Any, watch: Watch) -> bool:
-    """Poll until `request` is done (true) or `watch` runs out (false)."""
+def poll(ticket: Ticket, watch: Watch, look: Callable[[], None] = lambda: None) -> bool:
+    """Poll until `ticket` is done (true) or `watch` runs out (false); `look` may raise what else ends the wait."""
     pause = Pause()
-    while not request.Test():
+    while not ticket.done():
         if watch.tick():
             return False
+        look()
         pause()
     return True
 
 
-def wait(request: Any, watch: Watch, phase: str, *buffers: Any) -> None:
-    """Poll until `request` is done.
+def wait(ticket: Ticket, watch: Watch, phase: str, look: Callable[[], None] = lambda: None) -> None:
+    """Poll until `ticket` is done.
 
     Raises
     ------
     Overdue
-        The watch ran out first; the request and `buffers` are kept.
+        The watch ran out first.
     """
-    if not poll(request, watch):
-        keep_for_ever(request, *buffers)
+    if not poll(ticket, watch, look):
         raise Overdue(phase, watch.elapsed)
 
 
-def duplicate(comm: Any, mpi: Any, watch: Watch) -> Any:
+def duplicate(comm: Any, mpi: Any, watch: Watch, look: Callable[[], None] = lambda: None) -> Any:
     """Return a duplicate of `comm` (``MPI_Comm_idup``, polled); its errors are returned, not fatal."""
-    twin, request = comm.Idup()
-    wait(request, watch, "duplicating the communicator", twin)
-    twin.Set_errhandler(mpi.ERRORS_RETURN)
-    return twin
+    twins: list[Any] = []
+
+    def begin() -> Any:
+        twin, request = comm.Idup()
+        twins.append(twin)
+        return request
+
+    wait(Ticket(twins).start(begin), watch, "duplicating the communicator", look)
+    twins[0].Set_errhandler(mpi.ERRORS_RETURN)
+    return twins[0]
+
+
+def _packed(kind: str, body: dict[str, Any]) -> bytes:
+    """Return a message: its length, then JSON."""
+    text = json.dumps({"kind": kind, "body": body}, separators=(",", ":"), ensure_ascii=False)
+    payload = text.encode(errors="replace")
+    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+
+
+def _fitting(kind: str, body: dict[str, Any]) -> bytes:
+    """Return a message that is short enough: a long text is cut, a long list of ranks too, never the message lost."""
+    body = {**body, "lost": body["lost"][:_MOST_LOST]} if "lost" in body else body
+    while len(payload := _packed(kind, body)) > _MESSAGE_BYTES:
+        if body.get("records"):
+            body = {**body, "records": {}}
+        else:
+            longest = max(body, key=lambda name: len(str(body[name])))
+            body = {**body, longest: str(body[longest])[: len(str(body[longest])) // 2]}
+    return payload
 
 
 class Control:
@@ -160,9 +241,11 @@ class Control:
         self.inbox: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
         self.seen: dict[int, dict[str, Any]] = {}
         self.left: dict[int, dict[str, Any]] = {}
+        self.gone: dict[int, dict[str, Any]] = {}
         self.broken: tuple[int, dict[str, Any]] | None = None
-        self._receives: dict[int, tuple[Any, bytearray]] = {}
-        self._sends: list[tuple[Any, bytes]] = []
+        self._receives: dict[int, Ticket] = {}
+        self._sends: list[Ticket] = []
+        self._spoiled = False
         # MPI writes into the posted buffers until they are cancelled: a collected Control would be a wild write.
         _LISTENING.add(self)
         for peer in self.peers:
@@ -170,49 +253,43 @@ class Control:
 
     def _post(self, peer: int) -> None:
         buffer = bytearray(_MESSAGE_BYTES)
-        self._receives[peer] = (self._comm.Irecv([buffer, self._mpi.BYTE], source=peer, tag=_TAG), buffer)
+        ticket = self._receives[peer] = Ticket(buffer, counts=False)
+        ticket.start(self._comm.Irecv, [buffer, self._mpi.BYTE], source=peer, tag=_TAG)
 
     def send(self, peers: Iterable[int], kind: str, body: dict[str, Any]) -> None:
-        """Send one message to each of `peers`; it is buffered, so nothing waits here.
-
-        Raises
-        ------
-        ValueError
-            The message is longer than a message may be.
-        """
-        text = json.dumps({"kind": kind, "body": body}, separators=(",", ":"), ensure_ascii=False)
-        payload = text.encode(errors="replace")
-        if len(payload) > _MESSAGE_BYTES:
-            raise ValueError(f"a control message of {len(payload)} bytes is longer than {_MESSAGE_BYTES}")
+        """Send one message to each of `peers`; it is buffered, so nothing waits here."""
+        payload = _fitting(kind, body)
         for peer in peers:
-            self._sends.append((self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=_TAG), payload))
+            ticket = Ticket(payload, counts=False)
+            self._sends.append(ticket.start(self._comm.Isend, [payload, self._mpi.BYTE], dest=peer, tag=_TAG))
 
     def pump(self) -> bool:
-        """Take what has arrived; returns whether anything has."""
-        moved = False
+        """Take what has arrived; returns whether anything has.
+
+        An interrupt in here may cost a message, so the mailbox takes no more after it: whoever interrupts poisons.
+        """
+        if self._spoiled:
+            return False
+        self._spoiled, moved = True, False
         for peer in list(self._receives):
             while peer in self._receives and self._arrived(peer):
                 moved = True
-        self._sends = [pair for pair in self._sends if not self._done(pair[0])]
+        self._sends = [ticket for ticket in self._sends if not ticket.over()]
+        self._spoiled = False
         return moved
 
-    def _done(self, request: Any) -> bool:
-        try:
-            return bool(request.Test())
-        except self._mpi.Exception:
-            return True
-
     def _arrived(self, peer: int) -> bool:
-        request, buffer = self._receives[peer]
-        status = self._mpi.Status()
+        ticket = self._receives[peer]
         try:
-            if not request.Test(status):
+            if not ticket.done():
                 return False
         except self._mpi.Exception as error:
             del self._receives[peer]
             self._break(peer, {"error": "PeerLostError", "text": f"MPI lost rank {peer}: {error}", "lost": [peer]})
             return True
-        message = json.loads(bytes(buffer[: status.Get_count(self._mpi.BYTE)]))
+        (buffer,) = ticket.buffers
+        end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
+        message = json.loads(bytes(buffer[_LENGTH_BYTES:end]))
         self._post(peer)
         self._deliver(peer, message["kind"], message["body"])
         return True
@@ -224,13 +301,17 @@ class Control:
         elif kind == "left":
             self.left[peer] = body
         else:
+            if body.get("phase") in ("abort", "exit"):
+                self.gone[peer] = body
             self._break(peer, body)
 
     def _break(self, peer: int, body: dict[str, Any]) -> None:
         if self.broken is None:
             self.broken = (peer, body)
 
-    def all_gather(self, payload: bytes, watch: Watch, phase: str) -> list[bytes]:
+    def all_gather(
+        self, payload: bytes, watch: Watch, phase: str, look: Callable[[], None] = lambda: None
+    ) -> list[bytes]:
         """Return every rank's `payload` (all of one length) in rank order (``MPI_Iallgather``, polled).
 
         Raises
@@ -239,8 +320,9 @@ class Control:
             Not every rank came before `watch` ran out.
         """
         received = bytearray(len(payload) * self.size)
-        request = self._comm.Iallgather([payload, self._mpi.BYTE], [received, self._mpi.BYTE])
-        wait(request, watch, phase, payload, received)
+        ticket = Ticket(payload, received)
+        ticket.start(self._comm.Iallgather, [payload, self._mpi.BYTE], [received, self._mpi.BYTE])
+        wait(ticket, watch, phase, look)
         step = len(payload)
         return [bytes(received[i * step : (i + 1) * step]) for i in range(self.size)]
 
@@ -260,7 +342,7 @@ class Control:
             It did not come before `watch` ran out.
         """
         buffer = bytearray(payload)
-        wait(self._comm.Ibcast([buffer, self._mpi.BYTE], root=root), watch, phase, buffer)
+        wait(Ticket(buffer).start(self._comm.Ibcast, [buffer, self._mpi.BYTE], root=root), watch, phase)
         return bytes(buffer)
 
     def settled(self) -> bool:
@@ -270,14 +352,11 @@ class Control:
 
     def retire(self) -> None:
         """Stop listening (receives can be cancelled); unsent messages stay with MPI."""
-        for request, buffer in self._receives.values():
-            request.Cancel()
-            if not poll(request, Watch(_CANCEL_SECONDS)):
-                keep_for_ever(request, buffer)
+        for ticket in self._receives.values():
+            ticket.cancel()
         self._receives.clear()
         _LISTENING.discard(self)
-        _UNSENT.extend(pair for pair in self._sends if not self._done(pair[0]))
-        self._sends.clear()
+        self._sends = [ticket for ticket in self._sends if not ticket.over()]
 
     def free(self) -> None:
         """Free the communicator; only after :meth:`settled`, or a stale message could meet its successor."""

@@ -22,11 +22,13 @@ from butter_mpi.environment import c_environment, effective_nccl, kept_value
 from butter_mpi.launch import LaunchInfo, forwarding, read_launch, srun_line
 from butter_mpi.mpi_facts import mpi_facts
 from butter_mpi.policy import POLICY, check_policy
+from butter_mpi.selftest.console import ask_for, sound_streams
 
 __all__ = ["examine", "main", "render"]
 
 Section = dict[str, Any]
 
+_UNWRITTEN, _USAGE = 1, 2
 _SHORT_SHM = 1 << 30
 _NCCL_CODE = """
 import json
@@ -217,17 +219,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0: also what cannot be told is an answer.
+        0: also what cannot be told is an answer; 1: stdout cannot be written (141: nobody reads it any more); 2: wrong
+        arguments.
     """
+    with sound_streams():
+        parser = _parser()
+        try:
+            options = parser.parse_args(arguments)
+        except SystemExit:
+            return _USAGE
+        speaks = not read_launch(c_environment()).claimed_rank
+        if options.help:
+            return _tell(parser.format_help()) if speaks else 0
+        page = examine()
+        return _tell((json.dumps(page, indent=2) if options.json else render(page)) + "\n") if speaks else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m butter_mpi", description="Say what butter_mpi finds on this machine: one page for bug reports."
+        prog="python -m butter_mpi",
+        description="Say what butter_mpi finds on this machine: one page for bug reports.",
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="store_true", help="print this")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    options = parser.parse_args(arguments)
-    page = examine()
-    if not read_launch(c_environment()).claimed_rank:
-        print(json.dumps(page, indent=2) if options.json else render(page), flush=True)
-    return 0
+    return parser
+
+
+def _tell(text: str) -> int:
+    return ask_for(text, "butter_mpi", _UNWRITTEN)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import re
 import signal
 import sys
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from butter_mpi.control import retire_all, unfinished
-from butter_mpi.errors import PeerLostError
+from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes.base import Plane
 
-__all__ = ["ENDING", "Ending"]
+__all__ = ["ENDING", "Ending", "say"]
 
 _ABORT_SECONDS = 2
+_LANE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.25
 _STATUS = 1
 _OPEN_EVERYWHERE = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0")
@@ -30,23 +34,42 @@ _SEGMENTS = re.compile(r"/dev/shm/(mpich_shm_|sm_segment\.|vader_segment\.).*")
 
 
 class Ending:
-    """What this process knows about its own end; registered at exit with the first communicator."""
+    """What this process knows about its own end; called at exit, or by MPI_Finalize if that comes first."""
 
     def __init__(self) -> None:
         self._planes: weakref.WeakSet[Plane] = weakref.WeakSet()
         self._orphans: list[Plane] = []
         self._broken: list[Plane] = []
         self._alone = self._met = False
-        self._status = _STATUS
+        self._starting = 0
+        self._status = 0
         self._mpi: Any = None
-        self._pid = 0
+        self._pid = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a fork of the process that MPI runs in."""
+        return self._mpi is not None and os.getpid() != self._pid
 
     def register(self, mpi: Any) -> None:
-        """Arrange to be called at the interpreter's exit, before mpi4py's own MPI_Finalize."""
+        """Arrange to be called at the interpreter's exit, before mpi4py's own MPI_Finalize, and by MPI_Finalize."""
         if self._mpi is None:
             self._mpi, self._pid = mpi, os.getpid()
             atexit.register(self.leave)
-        self._tidy()
+            # MPI_Finalize begins with this.
+            key = mpi.Comm.Create_keyval(delete_fn=lambda *_: self.leave("ended by MPI.Finalize"))
+            mpi.COMM_SELF.Set_attr(key, True)
+        while self._orphans:
+            self._orphans.pop().close("dropped")
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Mark a start that is under way: MPI_Finalize in another thread would wait for it."""
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
 
     def watch(self, plane: Plane) -> None:
         """Look at `plane` when the process leaves."""
@@ -72,44 +95,73 @@ class Ending:
         """Remember that this rank failed in a way that the others cannot know of."""
         self._alone = True
 
-    def _tidy(self) -> None:
-        while self._orphans:
-            self._orphans.pop().close("dropped")
-
-    def leave(self) -> None:
+    def leave(self, how: str = "closed at exit") -> None:
         """Say goodbye to the peers of every open communicator, then end the job if MPI_Finalize would hang."""
-        if os.getpid() != self._pid or self._mpi.Is_finalized():
+        if self.forked or self._mpi.Is_finalized():
             return
-        error = getattr(sys, "last_value", None)
-        causes = [plane.health.cause for plane in self._broken]
-        lost = not self._met and any(cause is not None and cause.lost_ranks for cause in causes)
-        unsafe = self._alone or unfinished() or lost
-        for plane in [*self._planes, *self._orphans]:
-            if plane.health.closed:
-                continue
-            unsafe = unsafe or plane.health.cause is not None or (error is not None and plane.world_size() > 1)
-            if plane.in_flight:
-                unsafe = True
-                _say(f"{plane.who}: leaving while another thread is in {plane.in_flight}; the job is ended")
-            plane.close("closed at exit", None if error is None else _ended_by(plane, error))
+        unsafe = True
+        try:
+            unsafe = self._goodbye(how) or unfinished()
+        except Exception as error:
+            say(f"leaving: {text_of(error)}; the job is ended")
         if unsafe:
             # MPI_Abort kills the others at once; those that have just been told shall have the time to say so.
             time.sleep(_LAST_WORDS_SECONDS)
-            self.abort_job(self._status)
+            self.abort_job(self._status or _STATUS)
         retire_all()
+
+    def _goodbye(self, how: str) -> bool:
+        """Close what is open; returns whether MPI_Finalize would hang."""
+        error = _uncaught()
+        unsafe = self._alone or self._starting > 0
+        patience = _LANE_SECONDS
+        for plane in [*self._planes, *self._orphans]:
+            if plane.health.closed:
+                continue
+            several = plane.world_size() > 1
+            unsafe = unsafe or (several and (plane.health.cause is not None or error is not None))
+            if plane.in_flight:
+                unsafe = True
+                say(f"{plane.who}: leaving while another thread is in {plane.in_flight}; the job is ended")
+            plane.close(how, None if error is None else _ended_by(plane, error), patience)
+            # A lane that a dead thread holds is waited for once.
+            patience = 0.0
+        for plane in self._broken:
+            cause = plane.health.cause
+            if cause is not None and cause.lost_ranks and plane.world_size() > 1 and not self._met:
+                unsafe = True
+                self._status = self._status or plane.exit_status
+        return unsafe
 
     def abort_job(self, status: int) -> NoReturn:
         """End every rank of the job; bounded by an alarm, as MPI_Abort can itself wait in a partition."""
+        _arm()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(Exception):
                 stream.flush()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_ABORT_SECONDS)
-        # An aborted MPI leaves them behind.
-        _unlink_mapped(_SEGMENTS)
-        if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
-            self._mpi.COMM_WORLD.Abort(status)
+        with contextlib.suppress(Exception):
+            # An aborted MPI leaves them behind.
+            _unlink_mapped(_SEGMENTS)
+        _arm()
+        with contextlib.suppress(Exception):
+            if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
+                self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def _arm() -> None:
+    """End this process in a moment, whatever handlers it has set; by C, since Python's own is for the main thread."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).signal(int(signal.SIGALRM), None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.alarm(_ABORT_SECONDS)
+
+
+def _uncaught() -> BaseException | None:
+    """Return the exception that ends this process; an interactive one shows exceptions and goes on."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    return getattr(sys, "last_value", None)
 
 
 def _unlink_mapped(pattern: re.Pattern[str]) -> None:
@@ -121,14 +173,15 @@ def _unlink_mapped(pattern: re.Pattern[str]) -> None:
                     os.unlink(path)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Write a line to stderr, wherever Python's own stream is."""
     with contextlib.suppress(OSError):
         os.write(2, f"butter_mpi: {line}\n".encode(errors="replace"))
 
 
 def _ended_by(plane: Plane, error: BaseException) -> PeerLostError:
     return PeerLostError(
-        f"{plane.who}: ended by {type(error).__name__}: {error} (after {plane.last or 'no operation'})",
+        f"{plane.who}: ended by {text_of(error)} (after {plane.last or 'no operation'})",
         lost_ranks=(plane.rank(),),
         phase="exit",
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import pwd
+import stat
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
-from butter_mpi.findings import stand_in
+from butter_mpi.findings import quoted, stand_in
 
 __all__ = [
     "DIGEST_VARIABLE",
@@ -33,6 +34,7 @@ DIGEST_VARIABLE = "BUTTER_NCCL_LIBRARY_SHA256"
 LIBRARY_VARIABLE = "NCCL_LIBRARY"
 SYSTEM_FILE = "/etc/nccl.conf"
 _LONGEST_FILE_VALUE = 1023
+_LARGEST_FILE = 1 << 20
 
 
 class Nature(Enum):
@@ -189,10 +191,24 @@ def _home_file() -> str | None:
         return None
 
 
+def _bounded(path: str) -> bytes:
+    """Return what a file holds, without waiting or reading on for ever; refuse what could not be read so."""
+    found = os.stat(path)
+    if stat.S_ISDIR(found.st_mode) or (stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev):
+        return b""
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"NCCL's configuration file {quoted(path)} is no regular file: NCCL could wait in it for ever")
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        text = file.read(_LARGEST_FILE + 1)
+    if len(text) > _LARGEST_FILE:
+        raise ValueError(f"NCCL's configuration file {quoted(path)} has more than {_LARGEST_FILE} bytes")
+    return text
+
+
 def _lines(path: str) -> dict[str, str]:
     """Read one file as NCCL does: no blanks are stripped, the first of a name wins."""
     try:
-        text = Path(path).read_bytes()
+        text = _bounded(path)
     except OSError:
         return {}
     found: dict[str, str] = {}
@@ -218,6 +234,12 @@ def nccl_config_files(env: Mapping[str, str], system_file: str = SYSTEM_FILE) ->
     list of (str, dict)
         The file that ``NCCL_CONF_FILE`` names, else the one in the home folder; then the system's. A file that cannot
         be read sets nothing, as in NCCL.
+
+    Raises
+    ------
+    ValueError
+        A file is a pipe, a socket or a device other than ``/dev/null``, or larger than 1 MiB: preflight takes that for
+        a fault of this rank.
     """
     files = [env.get("NCCL_CONF_FILE") or _home_file(), system_file]
     return [(path, _lines(path)) for path in files if path]
@@ -237,6 +259,11 @@ def effective_nccl(env: Mapping[str, str], system_file: str = SYSTEM_FILE) -> di
     -------
     dict of str to (str, str)
         By name, the value and ``"environment"`` or the file's path; butter_mpi's digest variable is among them.
+
+    Raises
+    ------
+    ValueError
+        As :func:`nccl_config_files`.
     """
     found = {n: (v, "environment") for n, v in env.items() if n.startswith("NCCL_") or n == DIGEST_VARIABLE}
     for path, variables in nccl_config_files(env, system_file):

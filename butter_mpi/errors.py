@@ -49,6 +49,15 @@ def _rebuild(cls: type[ButterError], message: str, facts: dict[str, Any]) -> But
     return cls(message, **facts)
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's class and text, also where its own text cannot be made."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text}"
+
+
 class ButterError(Exception):
     """Base of every butter_mpi error that is not a wrong argument.
 

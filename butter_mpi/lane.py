@@ -29,6 +29,20 @@ class Lane:
         """Whether this process is a fork of the one that the lane was made in."""
         return os.getpid() != self._pid
 
+    def check_fork(self, who: str, what: str) -> None:
+        """Raise in a forked child: a communicator belongs to the process that made it.
+
+        Raises
+        ------
+        CommunicatorClosedError
+            This process is a fork.
+        """
+        if self.forked:
+            raise CommunicatorClosedError(
+                f"{who}: {what}: the communicator belongs to process {self._pid}, and this is its forked child "
+                f"{os.getpid()}; use it in the parent, or start ranks with the launcher"
+            )
+
     def take(self, who: str, what: str, patience: float) -> None:
         """Wait for the turn, then hold the lane until :meth:`give`.
 
@@ -39,11 +53,7 @@ class Lane:
         CommunicatorClosedError
             This process is a fork: a communicator belongs to the process that made it.
         """
-        if self.forked:
-            raise CommunicatorClosedError(
-                f"{who}: {what}: the communicator belongs to process {self._pid}, and this is its forked child "
-                f"{os.getpid()}; use it in the parent, or start ranks with the launcher"
-            )
+        self.check_fork(who, what)
         if not self._lock.acquire(timeout=patience):
             raise ButterError(
                 f"{who}: {what}: the lane was held for {patience:g} s by {self._holder}; nothing was sent. "

@@ -25,6 +25,7 @@ _INDICES = (
     "SLURM_LOCALID",
 )
 _TEXTS = ("PMIX_RANK", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_MPI_TYPE")
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class LaunchInfo:
 
 
 def _whole(name: str, text: str, low: int, malformed: list[str]) -> int | None:
-    if text.isascii() and text.isdigit() and int(text) >= low:
+    # Python refuses to read thousands of digits, and no job has that many ranks.
+    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) >= low:
         return int(text)
     malformed.append(f"{name} must be a whole number, {low} or more; got {quoted(text)}")
     return None
@@ -184,7 +186,7 @@ def false_green(info: LaunchInfo, mpi_library: str) -> tuple[str, str]:
     """
     library = mpi_library.strip().split("\n")[0].split(",")[0][:60] or "its MPI library"
     if info.launcher == "slurm":
-        plugin = info.variables.get("SLURM_MPI_TYPE", "none")
+        plugin = quoted(info.variables.get("SLURM_MPI_TYPE", "none"))[1:-1]
         cause = f"srun started this step with --mpi={plugin}, which {library} does not speak"
         return cause, f"start it with {srun_line(mpi_library)}"
     family = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}.get(info.launcher, "another MPI")

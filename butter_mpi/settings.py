@@ -7,26 +7,47 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["PLANES", "TRANSPORTS", "FaultPolicy", "Settings"]
+__all__ = ["PLANES", "TRANSPORTS", "FaultPolicy", "Settings", "shown"]
 
 PLANES = ("auto", "nccl", "host")
 TRANSPORTS = ("P2P", "SHM", "NET/IB", "NET/Socket")
+_LONGEST_SHOWN = 120
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: cut, and never an error of its own.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+
+    Returns
+    -------
+    str
+        Its ``repr``, or its type where it has none.
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or not low <= number <= high:
-        raise ValueError(f"{name} must be a number of seconds from {low:g} to {high:g}; got {value!r}")
+        raise ValueError(f"{name} must be a number of seconds from {low:g} to {high:g}; got {shown(value)}")
     return number
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {shown(value)}")
     return str(value)
 
 
@@ -35,7 +56,7 @@ def _flag(name: str, value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
         return value.lower() in _TRUE
-    raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE)}; got {value!r}")
+    raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE)}; got {shown(value)}")
 
 
 def _transport(name: str, value: Any) -> str | None:
@@ -108,9 +129,14 @@ class Settings:
 
         Raises
         ------
+        TypeError
+            `fault` is no :class:`FaultPolicy`.
         ValueError
-            An unknown ``BUTTER_MPI_*`` variable, or a value out of its range; the message names both.
+            An unknown ``BUTTER_MPI_*`` variable, or a value out of its range, also of a variable over which an
+            argument wins; the message names both.
         """
+        if fault is not None and not isinstance(fault, FaultPolicy):
+            raise TypeError(f"fault must be a FaultPolicy; got {shown(fault)}")
         checks: dict[str, Callable[[str, Any], Any]] = {
             "plane": lambda n, v: _choice(n, v, PLANES),
             "share_gpu": _flag,
@@ -124,15 +150,16 @@ class Settings:
         known = {prefix + f.name.upper() for f in fields(cls)}
         for name in sorted(env):
             if name.startswith(prefix) and not name.startswith("BUTTER_MPI_TEST_") and name not in known:
-                raise ValueError(f"{name} is not a variable of butter_mpi; known are {', '.join(sorted(known))}")
+                told = shown(name).strip("'")
+                raise ValueError(f"{told} is not a variable of butter_mpi; known are {', '.join(sorted(known))}")
         given = {k: v for k, v in arguments.items() if v is not None}
         if fault is not None:
             given |= {f.name: getattr(fault, f.name) for f in fields(fault)}
         values = {}
         for name, check in checks.items():
             variable = prefix + name.upper()
+            if env.get(variable):
+                values[name] = check(variable, env[variable])
             if name in given:
                 values[name] = check(name, given[name])
-            elif env.get(variable):
-                values[name] = check(variable, env[variable])
         return cls(**values)

@@ -11,7 +11,7 @@ from typing import Any
 
 from butter_mpi.collectives import RULES, Operation, call_site, describe, signature
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.errors import ButterError, CommunicatorBrokenError
+from butter_mpi.errors import ButterError, CommunicatorBrokenError, PeerLostError, text_of
 from butter_mpi.lane import LANE, Health
 
 __all__ = ["HOST_STREAM", "Numbered", "Plane"]
@@ -21,6 +21,8 @@ HOST_STREAM = 0
 
 Numbered = tuple[Operation, dict[str, Any]]
 _CLOSE_PATIENCE = 1.0
+_LISTENING = {"kind": "listening", "count": 0, "dtype": "uint8", "op": None, "root": None, "at": "is_healthy"}
+_RECONNECT = {**_LISTENING, "kind": "attempt_reconnect", "at": "attempt_reconnect"}
 _LARGEST = 2**63
 
 
@@ -65,8 +67,11 @@ class Plane(ABC):
         self.sequence = 0
         self.last = ""
         self.in_flight = ""
-        self._pairs: dict[int, int] = {}
+        self._pairs: dict[tuple[int, str], int] = {}
+        self._pairs_from = 0
         self._on_poison = on_poison
+        self.exit_status = 1
+        self.owner: object = None
         self._transport_errors: tuple[type[Exception], ...] = ()
         self._group: list[Operation] | None = None
         self._group_marks: list[int] = []
@@ -89,18 +94,15 @@ class Plane(ABC):
     def _run(self, operations: Sequence[Operation]) -> None:
         ordered = self._ordered(operations)
         self._check_own_pairs(ordered)
-        numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
-        self.in_flight = describe(numbered[0][1])
-        try:
-            with self._poisoning(numbered[0][1]):
-                self._execute(numbered)
-        finally:
-            self.in_flight = ""
-        self.last = describe(numbered[-1][1])
+        with self._poisoning(signature(ordered[0], self._next_number(ordered[0]))):
+            numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
+            self._execute(numbered)
+            self.last = describe(numbered[-1][1])
 
     @contextmanager
     def _poisoning(self, record: dict[str, Any]) -> Iterator[None]:
-        """Poison this communicator with whatever ends the body."""
+        """Mark what is in flight, and poison this communicator with whatever ends the body."""
+        self.in_flight = describe(record)
         try:
             yield
         except CommunicatorBrokenError as error:
@@ -113,10 +115,27 @@ class Plane(ABC):
         except BaseException as error:
             self.poison(self._interrupted(record, error))
             raise
+        finally:
+            self.in_flight = ""
+
+    def all_gather_json(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload over the control plane; compared like an operation, it takes no number."""
+        record = {"n": self.sequence, "kind": "all_gather_json", "count": 1, "dtype": "json", "op": None, "root": None}
+        record["at"] = call_site()
+        with LANE.held(self.who, "all_gather_json", self.deadline):
+            self._check("all_gather_json")
+            if self._group is not None:
+                raise ValueError(f"{self.who}: all_gather_json inside a group; end it first")
+            with self._poisoning(record):
+                return self._exchange(payload, record)
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         """Move the data of operations that are numbered and in the order that all ranks agree on."""
+
+    @abstractmethod
+    def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
+        """Return every rank's payload."""
 
     @abstractmethod
     def _reconnect(self) -> None:
@@ -135,24 +154,23 @@ class Plane(ABC):
         """Say goodbye and give the plane's resources back; called once, on the lane where it can be had."""
 
     def _ordered(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return collectives in program order, then each pair's half from the lower rank first: the same on both."""
+        """Return collectives in program order, then pairs: the order in which peers compare them."""
+        return sorted(operations, key=lambda operation: operation.rule.paired)
 
-        def key(operation: Operation) -> tuple[int, int]:
-            if not operation.rule.paired:
-                return (-1, 0)
-            assert operation.peer is not None
-            mine_first = self._rank <= operation.peer
-            return (operation.peer, int((operation.kind == "send") != mine_first))
-
-        return sorted(operations, key=key)
-
-    def _number(self, operation: Operation) -> int:
+    def _next_number(self, operation: Operation) -> int:
         if operation.rule.paired:
             assert operation.peer is not None
-            number = self._pairs[operation.peer] = self._pairs.get(operation.peer, 0) + 1
-            return number
-        self.sequence += 1
-        return self.sequence
+            return self._pairs.get((operation.peer, operation.kind), self._pairs_from) + 1
+        return self.sequence + 1
+
+    def _number(self, operation: Operation) -> int:
+        number = self._next_number(operation)
+        if operation.rule.paired:
+            assert operation.peer is not None
+            self._pairs[operation.peer, operation.kind] = number
+        else:
+            self.sequence = number
+        return number
 
     def _check_own_pairs(self, operations: Sequence[Operation]) -> None:
         for send, recv in self._own_pairs(operations):
@@ -168,15 +186,23 @@ class Plane(ABC):
 
     def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         return CommunicatorBrokenError(
-            f"{self.who}: {describe(record)}: {type(error).__module__} failed: {error}",
+            f"{self.who}: {describe(record)}: MPI failed: {error}",
             sequence=record["n"],
             operation=record["kind"],
             phase="collective",
         )
 
+    def _gave_up(self, how: str) -> CommunicatorBrokenError:
+        return PeerLostError(
+            f"{self.who}: {how} while in {self.in_flight}",
+            lost_ranks=(self._rank,),
+            sequence=self.sequence,
+            phase="abort",
+        )
+
     def _interrupted(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         return CommunicatorBrokenError(
-            f"{self.who}: {describe(record)}: interrupted by {type(error).__name__}: {error}. Others may have gone on",
+            f"{self.who}: {describe(record)}: interrupted by {text_of(error)}. Others may have gone on",
             lost_ranks=(self._rank,),
             sequence=record["n"],
             operation=record["kind"],
@@ -188,12 +214,13 @@ class Plane(ABC):
     def poison(self, cause: CommunicatorBrokenError) -> None:
         """Refuse every later operation with this first cause, tell the peers, then the policy."""
         if self.health.poison(cause):
-            if not self._ended():
+            if not self.health.closed and not self._ended():
                 self._announce(cause)
             self._on_poison(self)
 
     def _check(self, what: str) -> None:
         """Raise if no operation is taken."""
+        LANE.check_fork(self.who, what)
         if not self.health.closed and self._ended():
             self.health.closed = "ended by MPI.Finalize"
         self.health.check(self.who, what)
@@ -204,26 +231,41 @@ class Plane(ABC):
 
     def check(self) -> None:
         """Raise the first cause, also one that a peer has told meanwhile."""
+        LANE.check_fork(self.who, "check_async_error")
         self.is_healthy()
         self._check("check_async_error")
 
-    def close(self, how: str = "closed", cause: CommunicatorBrokenError | None = None) -> None:
-        """End this communicator; a second time, it does nothing. With a `cause`, peers are told that it broke."""
+    def close(
+        self,
+        how: str = "closed",
+        cause: CommunicatorBrokenError | None = None,
+        patience: float = _CLOSE_PATIENCE,
+    ) -> None:
+        """End this communicator; a second time, it does nothing. With a `cause`, peers are told that it broke.
+
+        An operation that another thread (or the code that a signal handler interrupted) waits in ends by this.
+        """
         if self.health.closed or LANE.forked:
             return
+        if cause is None and self.in_flight:
+            cause = self._gave_up(how)
+        if cause is not None:
+            self.health.poison(cause)
+        self.health.closed = how
         try:
-            LANE.take(self.who, "close", _CLOSE_PATIENCE)
+            LANE.take(self.who, "close", patience)
         except ButterError:
             # The thread that holds the lane may be gone for good: what it left half done can only be given up.
-            self.health.closed = how
+            self._on_poison(self)
             return
         try:
-            if cause is not None:
-                self.poison(cause)
-            self.health.closed = how
             self._handles.clear()
             if not self._ended():
+                if cause is not None:
+                    self._announce(cause)
                 self._release()
+            if cause is not None:
+                self._on_poison(self)
         finally:
             LANE.give()
 
@@ -341,10 +383,6 @@ class Plane(ABC):
             raise ValueError(f"{self.who}: handle {handle!r} is not of this communicator, or is void since it broke")
 
     @abstractmethod
-    def all_gather_json(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload over the control plane."""
-
-    @abstractmethod
     def symmetric_alloc(self, nbytes: int) -> int:
         """Allocate."""
 
@@ -359,9 +397,19 @@ class Plane(ABC):
     def is_healthy(self) -> bool:
         """Return whether the next operation would be taken, by what is known now."""
         with LANE.tried() as held:
-            if held and not self.health.closed and self.health.cause is None and not self._ended():
-                self._listen()
-        return not self.health.closed and self.health.cause is None and not self._ended()
+            if held and self._usable() and not self.in_flight:
+                with self._poisoning({**_LISTENING, "n": self.sequence}):
+                    self._listen()
+        return self._usable()
+
+    def state(self) -> str:
+        """Return ``"healthy"``, ``"poisoned"``, or how it was closed."""
+        if self._usable():
+            return "healthy"
+        return self.health.closed or ("poisoned" if self.health.cause is not None else "not usable in this process")
+
+    def _usable(self) -> bool:
+        return not (LANE.forked or self.health.closed or self.health.cause is not None or self._ended())
 
     def attempt_reconnect(self) -> None:
         """Make the communicator anew with every other rank; handles of the old one are void."""
@@ -371,7 +419,8 @@ class Plane(ABC):
             if self._group is not None:
                 raise ValueError(f"{self.who}: attempt_reconnect inside a group; end it first")
             self._handles.clear()
-            self._reconnect()
+            with self._poisoning({**_RECONNECT, "n": self.sequence}):
+                self._reconnect()
             self.health.cause = None
 
     # -- arguments ---------------------------------------------------------------------------------------------------

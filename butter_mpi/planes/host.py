@@ -10,26 +10,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from butter_mpi.collectives import Operation, call_site
-from butter_mpi.control import Control, Overdue, Watch, duplicate, keep_for_ever
+from butter_mpi.collectives import Operation
+from butter_mpi.control import Control, Overdue, Ticket, Watch, duplicate
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError
-from butter_mpi.lane import LANE
+from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
+from butter_mpi.findings import ranks_text
 from butter_mpi.planes.base import Numbered, Plane
-from butter_mpi.planes.meeting import meet
+from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.memory import Allocator, at, copy, numpy_dtype
 from butter_mpi.planes.waiting import Waiting, error_from, notice_of
 
 __all__ = ["HostPlane"]
 
 _STAGE_BYTES = 8 << 20
-_GRACE = 0.5
 _TAG = 1
 _TAGS = 1 << 14
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
@@ -99,15 +98,14 @@ class HostPlane(Plane):
         super().__init__(self._control.rank, self._control.size, **options)
         self._memory = Allocator()
         self._transport_errors = (mpi.Exception,)
-        self._pending: dict[int, tuple[Any, ...]] = {}
         sweep()
 
     # -- operations --------------------------------------------------------------------------------------------------
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         limit = None if any(operation.waits_for_ever for operation, _ in numbered) else self.deadline
-        meet(self._control, self.who, self._records(numbered), limit)
-        self._finish(self._tasks(numbered), numbered[0][1])
+        meeting = Meeting(self._control, self._records(numbered))
+        self._finish(self._tasks(numbered, meeting), meeting, numbered[0][1], limit)
 
     def _records(self, numbered: Sequence[Numbered]) -> dict[int, list[dict[str, Any]]]:
         """Return, for each peer, what this rank tells it."""
@@ -116,42 +114,44 @@ class HostPlane(Plane):
             for peer in self._control.peers
         }
 
-    def _tasks(self, numbered: Sequence[Numbered]) -> list[Task]:
+    def _tasks(self, numbered: Sequence[Numbered], meeting: Meeting) -> list[Task]:
         """Return every pair as a task, and the collectives as one: MPI wants those one after another."""
         for send, recv in self._own_pairs([operation for operation, _ in numbered]):
             assert send is not None and recv is not None
             copy(recv.recv, send.send, send.nbytes)
-        pairs = [(o, record["n"]) for o, record in numbered if o.rule.paired and o.peer != self._rank]
-        tasks: list[Task] = [getattr(self, f"_{o.kind}")(o, _TAG + n % _TAGS) for o, n in pairs]
-        collectives = [o for o, _ in numbered if not o.rule.paired]
-        tasks.append(itertools.chain.from_iterable(getattr(self, f"_{o.kind}")(o) for o in collectives))
-        return tasks
+        tasks, collectives = [], []
+        for operation, record in numbered:
+            if not operation.rule.paired:
+                collectives.append(self._when_met(record, meeting, getattr(self, f"_{operation.kind}")(operation)))
+            elif operation.peer != self._rank:
+                data = getattr(self, f"_{operation.kind}")(operation, _TAG + record["n"] % _TAGS)
+                tasks.append(self._when_met(record, meeting, data))
+        return [*tasks, itertools.chain.from_iterable(collectives)]
 
-    def _finish(self, tasks: list[Task], record: dict[str, Any]) -> None:
-        """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
-        # Every rank has come to this operation: one that broke in the next one does not end it while data moves.
-        waiting = Waiting(self._control, self.who, record, self.deadline, grace=_GRACE)
-        try:
-            while tasks:
-                steps = [(task, next(task, None)) for task in tasks]
-                tasks = [task for task, step in steps if step is not None]
-                moved = any(step for _, step in steps)
-                if moved:
-                    waiting.restart()
-                if tasks:
-                    waiting.look((), waiting.take() or moved)
-        finally:
-            for entry in self._pending.values():
-                keep_for_ever(*entry)
-            self._pending.clear()
-
-    def _wait(self, request: Any, *buffers: npt.NDArray[Any]) -> Task:
-        """Yield until `request` is done; until then it and its buffers are this plane's."""
-        key = id(request)
-        self._pending[key] = (request, *buffers)
-        while not request.Test():
+    def _when_met(self, record: dict[str, Any], meeting: Meeting, data: Task) -> Task:
+        while not meeting.met(record):
             yield False
-        del self._pending[key]
+        yield from data
+
+    def _finish(self, tasks: list[Task], meeting: Meeting, record: dict[str, Any], limit: float | None) -> None:
+        """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
+        waiting = Waiting(self._control, self.who, limit, lambda: self.health.check(self.who, record["kind"]))
+        while tasks:
+            came = waiting.take()
+            came = meeting.match(waiting) or came
+            steps = [(task, next(task, None)) for task in tasks]
+            tasks = [task for task, step in steps if step is not None]
+            moved = any(step for _, step in steps)
+            if moved:
+                waiting.restart()
+            if tasks:
+                waiting.look(record, meeting.missing(), moved or came)
+
+    def _wait(self, buffers: tuple[Any, ...], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Task:
+        """Start a request on `buffers` and yield until it is done."""
+        ticket = Ticket(*buffers).start(call, *args, **kwargs)
+        while not ticket.done():
+            yield False
         yield True
 
     def _pieces(self, operation: Operation, blocks: int) -> Iterator[tuple[int, int]]:
@@ -169,7 +169,7 @@ class HostPlane(Plane):
             user = at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)
             is_root = operation.root == self._rank
             stage = user.copy() if is_root else np.empty_like(user)
-            yield from self._wait(self._data.Ibcast(self._bytes(stage), root=operation.root), stage)
+            yield from self._wait((stage,), self._data.Ibcast, self._bytes(stage), root=operation.root)
             if not is_root:
                 user[:] = stage
 
@@ -178,8 +178,8 @@ class HostPlane(Plane):
         for first, count in self._pieces(operation, self._world_size):
             stage = at(operation.send + first * size, count, operation.dtype).copy()
             gathered = np.empty((self._world_size, count), stage.dtype)
-            request = self._data.Iallgather(self._bytes(stage), self._bytes(gathered))
-            yield from self._wait(request, stage, gathered)
+            both = self._bytes(stage), self._bytes(gathered)
+            yield from self._wait((stage, gathered), self._data.Iallgather, *both)
             for rank, block in enumerate(gathered):
                 at(operation.recv + (rank * operation.count + first) * size, count, operation.dtype)[:] = block
 
@@ -188,8 +188,8 @@ class HostPlane(Plane):
             offset = first * operation.dtype.itemsize
             stage = self._widened(operation, operation.send + offset, count)
             total = np.empty_like(stage)
-            send, recv = self._typed(operation, stage, total)
-            yield from self._wait(self._data.Iallreduce(send, recv, op=self._mpi_op(operation)), stage, total)
+            both = self._typed(operation, stage, total)
+            yield from self._wait((stage, total), self._data.Iallreduce, *both, op=self._mpi_op(operation))
             self._store(operation, total, at(operation.recv + offset, count, operation.dtype))
 
     def _reduce_scatter(self, operation: Operation) -> Task:
@@ -198,20 +198,19 @@ class HostPlane(Plane):
             starts = [operation.send + (rank * operation.count + first) * size for rank in ranks]
             stage = np.stack([self._widened(operation, start, count) for start in starts])
             total = np.empty(count, stage.dtype)
-            send, recv = self._typed(operation, stage, total)
-            request = self._data.Ireduce_scatter_block(send, recv, op=self._mpi_op(operation))
-            yield from self._wait(request, stage, total)
+            both = self._typed(operation, stage, total)
+            yield from self._wait((stage, total), self._data.Ireduce_scatter_block, *both, op=self._mpi_op(operation))
             self._store(operation, total, at(operation.recv + first * size, count, operation.dtype))
 
     def _send(self, operation: Operation, tag: int) -> Task:
         for first, count in self._pieces(operation, 1):
             stage = at(operation.send + first * operation.dtype.itemsize, count, operation.dtype).copy()
-            yield from self._wait(self._data.Isend(self._bytes(stage), dest=operation.peer, tag=tag), stage)
+            yield from self._wait((stage,), self._data.Isend, self._bytes(stage), dest=operation.peer, tag=tag)
 
     def _recv(self, operation: Operation, tag: int) -> Task:
         for first, count in self._pieces(operation, 1):
             stage = np.empty(count, numpy_dtype(operation.dtype))
-            yield from self._wait(self._data.Irecv(self._bytes(stage), source=operation.peer, tag=tag), stage)
+            yield from self._wait((stage,), self._data.Irecv, self._bytes(stage), source=operation.peer, tag=tag)
             at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)[:] = stage
 
     # -- element types -----------------------------------------------------------------------------------------------
@@ -246,27 +245,18 @@ class HostPlane(Plane):
 
     # -- control plane -----------------------------------------------------------------------------------------------
 
-    def all_gather_json(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload; the call is compared like an operation, and takes no number."""
-        record = {"n": self.sequence, "kind": "all_gather_json", "count": 1, "dtype": "json", "op": None, "root": None}
-        record["at"] = call_site()
+    def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
+        meeting = Meeting(self._control, {peer: [record] for peer in self._control.peers})
         gathered: list[bytes] = []
-        with LANE.held(self.who, "all_gather_json", self.deadline):
-            self._check("all_gather_json")
-            if self._group is not None:
-                raise ValueError(f"{self.who}: all_gather_json inside a group; end it first")
-            with self._poisoning(record):
-                meet(self._control, self.who, {p: [record] for p in self._control.peers}, self.deadline)
-                self._finish([self._gather(payload, gathered)], record)
+        self._finish([self._when_met(record, meeting, self._gather(payload, gathered))], meeting, record, self.deadline)
         return gathered
 
     def _gather(self, payload: bytes, gathered: list[bytes]) -> Task:
-        lengths = np.empty(self._world_size, np.int64)
-        own = np.array([len(payload)])
-        yield from self._wait(self._data.Iallgather(self._bytes(own), self._bytes(lengths)), own, lengths)
+        lengths, own = np.empty(self._world_size, np.int64), np.array([len(payload)])
+        yield from self._wait((own, lengths), self._data.Iallgather, self._bytes(own), self._bytes(lengths))
         stage = np.frombuffer(payload.ljust(int(lengths.max()), b"\0"), np.uint8)
         blocks = np.empty((self._world_size, stage.size), np.uint8)
-        yield from self._wait(self._data.Iallgather(self._bytes(stage), self._bytes(blocks)), stage, blocks)
+        yield from self._wait((stage, blocks), self._data.Iallgather, self._bytes(stage), self._bytes(blocks))
         gathered.extend(block[:n].tobytes() for block, n in zip(blocks, lengths, strict=True))
 
     def _announce(self, cause: CommunicatorBrokenError) -> None:
@@ -299,12 +289,11 @@ class HostPlane(Plane):
             raise CommunicatorBrokenError(f"{self.who}: attempt_reconnect: an earlier one failed; only a new job helps")
         reserve, self._reserve = self._reserve, None
         watch = Watch(self._start_deadline)
-        self._control.retire()
         try:
-            control = Control(duplicate(reserve, self._mpi, watch), self._mpi)
-            data = duplicate(reserve, self._mpi, watch)
+            control = Control(duplicate(reserve, self._mpi, watch, self._everybody_there), self._mpi)
+            data = duplicate(reserve, self._mpi, watch, self._everybody_there)
             own = struct.pack("<qq", self.sequence, max(self._pairs.values(), default=0))
-            numbers = [struct.unpack("<qq", x) for x in control.all_gather(own, watch, "agreeing on the sequence")]
+            every = control.all_gather(own, watch, "agreeing on the sequence", self._everybody_there)
         except Overdue as error:
             raise CollectiveTimeoutError(
                 f"{self.who}: attempt_reconnect: not every rank came within {error.elapsed:.1f} s ({error.phase}). "
@@ -313,13 +302,25 @@ class HostPlane(Plane):
                 phase="reconnect",
                 elapsed=error.elapsed,
             ) from error
-        except self._mpi.Exception as error:
-            raise CommunicatorBrokenError(
-                f"{self.who}: attempt_reconnect: MPI failed: {error}", operation="attempt_reconnect", phase="reconnect"
-            ) from error
+        self._control.retire()
+        numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, reserve
         self.sequence = max(sequence for sequence, _ in numbers)
-        self._pairs = dict.fromkeys(range(self._world_size), max(pair for _, pair in numbers))
+        self._pairs.clear()
+        self._pairs_from = max(pair for _, pair in numbers)
+
+    def _everybody_there(self) -> None:
+        """Raise where a rank has left for good: nobody can reconnect without it."""
+        self._control.pump()
+        gone = sorted({*self._control.left, *self._control.gone})
+        if gone:
+            why = self._control.gone.get(gone[0], {}).get("text") or self._control.left[gone[0]]["why"]
+            raise PeerLostError(
+                f"{self.who}: attempt_reconnect: {ranks_text(gone)} left: {why}; every rank must take part",
+                lost_ranks=tuple(gone),
+                operation="attempt_reconnect",
+                phase="reconnect",
+            )
 
     def symmetric_alloc(self, nbytes: int) -> int:
         """Allocate aligned host memory."""

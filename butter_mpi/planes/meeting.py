@@ -1,4 +1,4 @@
-"""The ranks of an operation tell one another what they submit, before any data moves."""
+"""The ranks of an operation tell one another what they submit, before its data moves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from butter_mpi.errors import CollectiveMismatchError
 from butter_mpi.findings import ranks_text
 from butter_mpi.planes.waiting import Waiting
 
-__all__ = ["meet"]
+__all__ = ["Meeting"]
 
 Record = dict[str, Any]
 
@@ -23,71 +23,98 @@ def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(record[name] for name in ("n", "kind", "count", "dtype", "op", "root"))
 
 
-def _expected(mine: Record) -> tuple[Any, ...]:
-    """Return what the peer must have submitted: the same collective, or the other half of the pair."""
-    return _key({**mine, "kind": _COUNTERPART.get(mine["kind"], mine["kind"])})
+def _side(record: Record) -> str:
+    """Return ``"send"``, ``"recv"`` or ``"collective"``."""
+    return record["kind"] if record["kind"] in _COUNTERPART else "collective"
 
 
-def meet(control: Control, who: str, mine: Mapping[int, Sequence[Record]], limit: float | None) -> None:
-    """Exchange signatures with every peer in `mine` and compare them, position by position.
+def _meets(mine: Record, theirs: Record) -> bool:
+    return _key({**mine, "kind": _COUNTERPART.get(mine["kind"], mine["kind"])}) == _key(theirs)
 
-    Both sides of a pair number and order their records alike, so the n-th of one meets the n-th of the other.
 
-    Raises
-    ------
-    CollectiveMismatchError
-        A peer submitted something else.
-    CommunicatorBrokenError
-        A peer left, broke, or did not come by the deadline.
+class Meeting:
+    """One submission's records, met peer by peer; each operation goes on as soon as its own records have met.
+
+    Collectives meet in order, and so do the sends and the receives of a pair, each direction by itself. A record of a
+    peer's group that this rank does not wait for now is left for later; one that the peer waits in alone is a mismatch.
+
+    Parameters
+    ----------
+    control : Control
+        Where records go and come.
+    mine : mapping of int to sequence of dict
+        For each peer, what this rank tells it; told here.
     """
-    for peer, records in mine.items():
-        for record in records:
-            control.send([peer], "op", record)
-    open_records = {peer: list(records) for peer, records in mine.items() if records}
-    if not open_records:
-        return
-    waiting = Waiting(control, who, next(iter(open_records.values()))[0], limit)
-    while open_records:
-        moved = waiting.take()
-        for peer in [p for p in open_records if control.inbox[p]]:
-            moved = True
-            _compare(control, waiting, peer, open_records)
-        if open_records:
-            waiting.look(tuple(open_records), moved)
 
+    def __init__(self, control: Control, mine: Mapping[int, Sequence[Record]]) -> None:
+        self._control = control
+        self._open = {peer: list(records) for peer, records in mine.items() if records}
+        for peer, records in self._open.items():
+            for record in records:
+                control.send([peer], "op", {**record, "group": len(records) > 1})
 
-def _compare(control: Control, waiting: Waiting, peer: int, open_records: dict[int, list[Record]]) -> None:
-    own, theirs = open_records[peer][0], control.inbox[peer][0]
-    if _expected(own) != _key(theirs):
-        raise _mismatch(control, waiting, own, peer)
-    control.inbox[peer].popleft()
-    open_records[peer].pop(0)
-    if not open_records[peer]:
-        del open_records[peer]
+    def missing(self) -> dict[int, Record]:
+        """Return the peers that have not come to everything, each with this rank's first record that waits for it."""
+        return {peer: records[0] for peer, records in self._open.items()}
 
+    def met(self, record: Record) -> bool:
+        """Whether every peer that `record` was told to has come to it."""
+        return not any(record is waits for records in self._open.values() for waits in records)
 
-def _mismatch(control: Control, waiting: Waiting, own: Record, peer: int) -> CollectiveMismatchError:
-    """Return the error, after a short grace in which the other ranks' records may still come in."""
-    paired = own["kind"] in _COUNTERPART
-    others = [peer] if paired else list(control.peers)
-    watch = Watch(_GRACE)
+    def match(self, waiting: Waiting) -> bool:
+        """Match what has come; returns whether anything did.
 
-    def silent(p: int) -> bool:
-        return not control.inbox[p] and control.seen.get(p, {}).get("n") != own["n"]
+        Raises
+        ------
+        CollectiveMismatchError
+            A peer submitted something else.
+        """
+        matched = False
+        for peer in list(self._open):
+            matched = self._match(peer, waiting) or matched
+        return matched
 
-    while any(map(silent, others)) and not watch.tick():
-        control.pump()
-    records = {control.rank: describe(own)}
-    for other in others:
-        record = control.inbox[other][0] if control.inbox[other] else control.seen.get(other)
-        records[other] = describe(record) if record else "nothing yet"
-    lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in _by_value(records))
-    return CollectiveMismatchError(
-        f"{waiting.text()}: rank {peer} submitted {records[peer]}. Every rank must submit the same operations in the "
-        f"same order\n{lines}",
-        records=records,
-        **waiting.facts([]),
-    )
+    def _match(self, peer: int, waiting: Waiting) -> bool:
+        matched = False
+        for theirs in list(self._control.inbox[peer]):
+            side = _COUNTERPART.get(_side(theirs), "collective")
+            mine = next((record for record in self._open[peer] if _side(record) == side), None)
+            if mine is None and theirs["group"]:
+                continue
+            if mine is None or not _meets(mine, theirs):
+                raise self._mismatch(waiting, mine or self._open[peer][0], peer, theirs)
+            self._control.inbox[peer].remove(theirs)
+            self._open[peer] = [record for record in self._open[peer] if record is not mine]
+            matched = True
+            if not self._open[peer]:
+                del self._open[peer]
+                break
+        return matched
+
+    def _mismatch(self, waiting: Waiting, own: Record, peer: int, theirs: Record) -> CollectiveMismatchError:
+        """Return the error, after a short grace in which the other ranks' records may still come in."""
+        others = [] if own["kind"] in _COUNTERPART else [p for p in self._control.peers if p != peer]
+        watch = Watch(_GRACE)
+        while any(self._record_of(p, own) is None for p in others) and not watch.tick():
+            self._control.pump()
+        records = {self._control.rank: describe(own), peer: describe(theirs)}
+        for other in others:
+            record = self._record_of(other, own)
+            records[other] = describe(record) if record else "nothing yet"
+        lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in _by_value(records))
+        return CollectiveMismatchError(
+            f"{waiting.text(own)}: rank {peer} submitted {records[peer]}. Every rank must submit the same operations "
+            f"in the same order\n{lines}",
+            records=records,
+            **waiting.facts(own, []),
+        )
+
+    def _record_of(self, peer: int, own: Record) -> Record | None:
+        """Return what a peer submitted where this rank submitted `own`, if that is known."""
+        inbox, seen = self._control.inbox[peer], self._control.seen.get(peer)
+        if inbox:
+            return inbox[0]
+        return seen if seen is not None and seen["n"] == own["n"] else None
 
 
 def _by_value(records: Mapping[int, str]) -> list[tuple[str, list[int]]]:

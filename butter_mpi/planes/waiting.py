@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from butter_mpi import errors
@@ -11,22 +11,24 @@ from butter_mpi.collectives import describe
 from butter_mpi.control import Control, Pause, Watch
 from butter_mpi.findings import ranks_text
 
-__all__ = ["Waiting", "notice_of"]
+__all__ = ["Waiting", "error_from", "notice_of"]
 
 _LOG = logging.getLogger("butter_mpi")
 _FIRST_WARNING = 5.0
-_LONGEST_NOTICE = 800
+_GRACE = 0.5
 
 
 def notice_of(error: errors.CommunicatorBrokenError) -> dict[str, Any]:
     """Return what peers are told of the first cause."""
     return {
         "error": type(error).__name__,
-        "text": error.message[:_LONGEST_NOTICE],
+        "text": error.message,
         "lost": list(error.lost_ranks),
         "n": error.sequence,
         "operation": error.operation,
         "phase": error.phase,
+        "elapsed": getattr(error, "elapsed", 0.0),
+        "records": {str(rank): text for rank, text in getattr(error, "records", {}).items()},
     }
 
 
@@ -38,8 +40,11 @@ def error_from(who: str, peer: int, notice: Mapping[str, Any]) -> errors.Communi
         "sequence": notice.get("n"),
         "operation": notice.get("operation", ""),
         "phase": notice.get("phase", ""),
+        "elapsed": notice.get("elapsed", 0.0),
+        "records": {int(rank): text for rank, text in notice.get("records", {}).items()},
     }
-    error: errors.CommunicatorBrokenError = kind(f"{who}: told by rank {peer}: {notice['text']}", **facts)
+    known = {name: facts[name] for name in facts if name in kind.FACTS}
+    error: errors.CommunicatorBrokenError = kind(f"{who}: told by rank {peer}: {notice['text']}", **known)
     return error
 
 
@@ -52,20 +57,15 @@ class Waiting:
         Where messages arrive.
     who : str
         This rank, for messages.
-    record : mapping
-        The signature of the operation that waits.
     limit : float or None
         The deadline in seconds; ``None`` for a wait that is never late.
-    grace : float
-        Seconds without progress after which a peer's failure ends this wait too.
+    check : callable
+        Raises if the communicator was closed or poisoned meanwhile, by another thread or a signal handler.
     """
 
-    def __init__(
-        self, control: Control, who: str, record: Mapping[str, Any], limit: float | None, grace: float = 0.0
-    ) -> None:
-        self._control, self._who, self._record = control, who, record
+    def __init__(self, control: Control, who: str, limit: float | None, check: Callable[[], None]) -> None:
+        self._control, self._who, self._check = control, who, check
         self._watch = Watch(limit)
-        self._grace = grace
         self._broken: Watch | None = None
         self._pause = Pause()
         self._warn_at = _FIRST_WARNING
@@ -75,74 +75,85 @@ class Waiting:
         """Seconds waited."""
         return self._watch.elapsed
 
-    def facts(self, lost: Sequence[int]) -> dict[str, Any]:
+    def facts(self, record: Mapping[str, Any], lost: Sequence[int]) -> dict[str, Any]:
         """Return the facts of an error of this wait."""
-        paired = self._record["kind"] in ("send", "recv")
+        paired = record["kind"] in ("send", "recv")
         return {
             "lost_ranks": tuple(lost),
-            "sequence": self._record["n"],
-            "operation": self._record["kind"],
+            "sequence": record["n"],
+            "operation": record["kind"],
             "phase": "send/recv" if paired else "collective",
         }
 
-    def text(self) -> str:
+    def text(self, record: Mapping[str, Any]) -> str:
         """Return who waits in what."""
-        return f"{self._who}: {describe(self._record)}"
+        return f"{self._who}: {describe(record)}"
 
     def take(self) -> bool:
         """Take messages; returns whether any came."""
         return self._control.pump()
-
-    def look(self, missing: Sequence[int], moved: bool) -> None:
-        """Raise what the messages say, warn, and pause if nothing `moved`.
-
-        What a peer sent before it broke counts: look after what came is dealt with.
-
-        Raises
-        ------
-        CommunicatorBrokenError
-            A peer broke, a missing peer left, or the deadline is over.
-        """
-        if self._control.broken is not None:
-            self._broken = self._broken or Watch(self._grace)
-            if self._broken.tick():
-                raise error_from(self._who, *self._control.broken)
-        gone = [p for p in missing if p in self._control.left and not self._control.inbox[p]]
-        if gone:
-            raise self.lost(gone)
-        if self._watch.tick():
-            raise self._overdue(missing)
-        if self._watch.limit is not None and self.elapsed >= self._warn_at:
-            self._warn_at *= 2
-            _LOG.warning("%s: has waited %.0f s for %s", self.text(), self.elapsed, self._positions(missing))
-        if moved:
-            self._pause.reset()
-        else:
-            self._pause()
 
     def restart(self) -> None:
         """Begin the wait anew: data has moved, so whoever is waited for is alive and at it."""
         self._watch, self._broken = Watch(self._watch.limit), None
         self._warn_at = _FIRST_WARNING
 
-    def lost(self, gone: Sequence[int]) -> errors.PeerLostError:
-        """Return the error for ranks that left while this one counts on them."""
+    def look(self, record: Mapping[str, Any], missing: Mapping[int, Mapping[str, Any]], moved: bool) -> None:
+        """Raise what the messages say, warn, and pause if nothing `moved`.
+
+        What a peer sent before it broke counts: look after what came is dealt with. Where nobody is missing, data is
+        under way between ranks that have all come, and gets a moment more.
+
+        Parameters
+        ----------
+        record : mapping
+            The signature of the operation that waits, if nobody is missing.
+        missing : mapping of int to mapping
+            The ranks that have not come, each with the signature that waits for it.
+        moved : bool
+            Whether anything happened since the last look.
+
+        Raises
+        ------
+        CommunicatorBrokenError
+            A peer broke, a missing peer left, or the deadline is over.
+        """
+        self._check()
+        record = next(iter(missing.values()), record)
+        if self._control.broken is not None:
+            self._broken = self._broken or Watch(0.0 if missing else _GRACE)
+            if self._broken.tick():
+                raise error_from(self._who, *self._control.broken)
+        gone = [p for p in missing if p in self._control.left and not self._control.inbox[p]]
+        if gone:
+            raise self._lost(missing[gone[0]], gone)
+        if self._watch.tick():
+            raise self._overdue(record, list(missing))
+        if self._watch.limit is not None and self.elapsed >= self._warn_at:
+            self._warn_at *= 2
+            _LOG.warning("%s: has waited %.0f s for %s", self.text(record), self.elapsed, self._positions(missing))
+        if moved:
+            self._pause.reset()
+        else:
+            self._pause()
+
+    def _lost(self, record: Mapping[str, Any], gone: Sequence[int]) -> errors.PeerLostError:
         reasons = "; ".join(f"rank {p} {self._control.left[p]['why']}" for p in gone)
         return errors.PeerLostError(
-            f"{self.text()}: {ranks_text(gone)} left: {reasons}. Every rank must submit the same operations before "
-            "one closes",
-            **self.facts(gone),
+            f"{self.text(record)}: {ranks_text(gone)} left: {reasons}. Every rank must submit the same operations "
+            "before one closes",
+            **self.facts(record, gone),
         )
 
-    def _overdue(self, missing: Sequence[int]) -> errors.CollectiveTimeoutError:
+    def _overdue(self, record: Mapping[str, Any], missing: Sequence[int]) -> errors.CollectiveTimeoutError:
         return errors.CollectiveTimeoutError(
-            f"{self.text()}: no answer within {self.elapsed:.1f} s (collective deadline {self._watch.limit:g} s) from "
-            f"{self._positions(missing)}. Look at what that rank does, or set a longer collective_deadline",
+            f"{self.text(record)}: no answer within {self.elapsed:.1f} s (collective deadline {self._watch.limit:g} s) "
+            f"from {self._positions(missing)}. Look at what that rank does, or set a longer collective_deadline",
             elapsed=self.elapsed,
-            **self.facts(missing),
+            **self.facts(record, missing),
         )
 
-    def _positions(self, missing: Sequence[int]) -> str:
+    def _positions(self, missing: Sequence[int] | Mapping[int, Any]) -> str:
         if not missing:
             return "the data of ranks that all came"
         return ", ".join(f"rank {p} ({self._last_seen(p)})" for p in missing)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 from butter_mpi.launch import LaunchInfo, read_launch
+from butter_mpi.selftest.console import ask_for, sound_streams
 from butter_mpi.selftest.options import (
     FAILED,
     PASSED,
@@ -37,54 +40,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit status: 0 passed or no difference, 1 failed or different, 2 wrong arguments, 3 the start was refused.
     """
+    with sound_streams():
+        return _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     info = read_launch(os.environ)
     speaks = info.claimed_rank in (None, 0)
     usage = ""
     try:
-        options = parse(sys.argv[1:] if arguments is None else arguments)
-        if options is not None and options.receipt is not None and speaks:
+        options = parse(arguments)
+        if options.receipt is not None and speaks:
             check_receipt_path(options.receipt)
     except UsageError as error:
         options, usage = Options(), str(error)
-    if options is None:
-        return _tell(help_text(), speaks)
     if usage and speaks:
         sys.stderr.write(f"{_NAME}: {usage} (--help lists the options)\n")
-    if usage and info.claimed_size in (None, 1):
+    # Without MPI nobody knows what the other ranks of a job were asked for.
+    alone = info.claimed_size in (None, 1)
+    if usage and alone:
         return USAGE
-    return _without_mpi(options, speaks) if options.list or options.compare else _run(options, usage, speaks, info)
+    return _run(options, usage, speaks, info) if options.runs or not alone else answer(options, True)
 
 
-def _tell(text: str, speaks: bool) -> int:
-    if speaks:
-        sys.stdout.write(text)
-    return PASSED
+def answer(options: Options, speaks: bool) -> int:
+    """Do what needs no communicator: print the options or the checks, or compare two receipts.
 
+    Parameters
+    ----------
+    options : Options
+        Of which :attr:`Options.runs` is false.
+    speaks : bool
+        Whether this process prints.
 
-def _without_mpi(options: Options, speaks: bool) -> int:
+    Returns
+    -------
+    int
+        The exit status.
+    """
     if options.compare is not None:
-        return _compare(options, speaks)
+        return _compare(options.compare, speaks)
+    if options.help:
+        return _tell(help_text(), speaks, FAILED)
     from butter_mpi.selftest.catalogue import CHECKS
 
-    return _tell("".join(f"{c.number:3} {c.id:15} {'--faults  ' * c.faults}{c.title}\n" for c in CHECKS), speaks)
+    lines = [f"{c.number:3} {c.id:15} {'--faults  ' * c.faults}{c.title}\n" for c in CHECKS]
+    return _tell("".join(lines), speaks, FAILED)
 
 
-def _compare(options: Options, speaks: bool) -> int:
+def _tell(text: str, speaks: bool, status: int) -> int:
+    return ask_for(text, _NAME, status) if speaks else PASSED
+
+
+def _compare(paths: tuple[Path, Path], speaks: bool) -> int:
     from butter_mpi.errors import ReceiptError
     from butter_mpi.receipt import compare
     from butter_mpi.selftest.receipts import load, table
 
-    assert options.compare is not None
-    one, other = options.compare
     try:
-        differences = compare(load(one), load(other))
-    except ReceiptError as error:
+        differences = compare(*map(load, paths))
+        text = table(differences, (str(paths[0]), str(paths[1]))) if differences else "no difference"
+    except (ReceiptError, RecursionError) as error:
         if speaks:
             sys.stderr.write(f"{_NAME}: {error}\n")
         return USAGE
-    names = (str(one), str(other))
-    _tell(f"{table(differences, names)}\n" if differences else "no difference\n", speaks)
-    return FAILED if differences else PASSED
+    return _tell(f"{text}\n", speaks, USAGE) or (FAILED if differences else PASSED)
 
 
 def _run(options: Options, usage: str, speaks: bool, info: LaunchInfo) -> int:
@@ -99,9 +119,14 @@ def _run(options: Options, usage: str, speaks: bool, info: LaunchInfo) -> int:
     from butter_mpi.policy import set_unset_policy
 
     # Before NumPy, MPI or anything else that could load a library which reads them.
-    policy_set = set_unset_policy()
+    try:
+        policy_set = set_unset_policy()
+    except ValueError:
+        # A configuration file that cannot be read: this rank's record will say so, to all ranks.
+        policy_set = {}
     if options.start_deadline is not None:
         set_c("BUTTER_MPI_START_DEADLINE", f"{options.start_deadline:g}")
     from butter_mpi.selftest.runner import run
 
-    return run(options, usage, speaks, policy_set)
+    instead = None if options.runs else partial(answer, options)
+    return run(options, usage, speaks, policy_set, instead)

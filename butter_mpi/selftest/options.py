@@ -5,18 +5,34 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from butter_mpi.selftest.console import one_line
 from butter_mpi.settings import PLANES, TRANSPORTS, FaultPolicy
 
-__all__ = ["FAILED", "PASSED", "REFUSED", "USAGE", "Options", "UsageError", "check_receipt_path", "help_text", "parse"]
+__all__ = [
+    "FAILED",
+    "PASSED",
+    "REFUSED",
+    "USAGE",
+    "Options",
+    "UsageError",
+    "check_receipt_path",
+    "help_text",
+    "parse",
+    "part_of",
+    "receipt_file",
+]
 
 PASSED, FAILED, USAGE, REFUSED = 0, 1, 2, 3
 """Exit statuses; a comparison of receipts takes the first three for no difference, differences and no receipt."""
 
+_LONGEST_MESSAGE = 500
+_MOST_DIGITS = 19
 _PROGRAM = "python -m butter_mpi.selftest"
 _EPILOG = """\
 exit status: 0 every check passed (--compare: no difference); 1 a check failed, a rank crashed or the communicator broke
@@ -33,6 +49,7 @@ class UsageError(Exception):
 class Options:
     """What one rank was asked for."""
 
+    help: bool = False
     list: bool = False
     compare: tuple[Path, Path] | None = None
     plane: str | None = None
@@ -45,21 +62,35 @@ class Options:
     json: bool = False
     receipt: Path | None = None
 
+    @property
+    def runs(self) -> bool:
+        """Whether checks are to be run."""
+        return not (self.help or self.list or self.compare)
+
     def common(self) -> dict[str, Any]:
-        """Return what decides which checks run and how, and so must be equal on every rank."""
-        return {"--faults": self.faults, "--np-expected": self.np_expected, "--seed": self.seed}
+        """Return what decides what is run and told, and so must be equal on every rank."""
+        return {
+            "--help": self.help,
+            "--list": self.list,
+            "--compare": None if self.compare is None else [str(path) for path in self.compare],
+            "--faults": self.faults,
+            "--np-expected": self.np_expected,
+            "--seed": self.seed,
+            "--json": self.json,
+            "--receipt": None if self.receipt is None else str(self.receipt),
+        }
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are exceptions, so that one process can tell them for all."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        raise UsageError(one_line(message, _LONGEST_MESSAGE))
 
 
 def _whole(low: int, high: int) -> Any:
     def number(text: str) -> int:
-        if text.isascii() and text.isdigit() and low <= int(text) <= high:
+        if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and low <= int(text) <= high:
             return int(text)
         raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}; got {text!r}")
 
@@ -103,8 +134,8 @@ def help_text() -> str:
     return _parser().format_help()
 
 
-def parse(arguments: Sequence[str]) -> Options | None:
-    """Return the options; ``None`` where help was asked for.
+def parse(arguments: Sequence[str]) -> Options:
+    """Return the options; of ``--help`` and others, help alone.
 
     Raises
     ------
@@ -112,8 +143,8 @@ def parse(arguments: Sequence[str]) -> Options | None:
         An unknown option, a wrong value, or options that exclude one another.
     """
     found = vars(_parser().parse_args(arguments))
-    if found.pop("help"):
-        return None
+    if found["help"]:
+        return Options(help=True)
     if found["compare"] is not None:
         found["compare"] = tuple(found["compare"])
     options = Options(**found)
@@ -121,6 +152,32 @@ def parse(arguments: Sequence[str]) -> Options | None:
         if found[name[2:]] and options != alone:
             raise UsageError(f"argument {name}: it runs no check, so it takes no other option beside it")
     return options
+
+
+def receipt_file(path: Path) -> Path:
+    """Return the file to write for `path`: itself, or where links lead to.
+
+    Raises
+    ------
+    OSError
+        It is there and no regular file, or leads nowhere; ``strerror`` says why.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise OSError(None, f"it is a link to {one_line(os.readlink(path))}, which is not there") from None
+        return path
+    if stat.S_ISDIR(mode):
+        raise OSError(None, "it is a folder; name a file in it")
+    if not stat.S_ISREG(mode):
+        raise OSError(None, "it is no regular file")
+    return path.resolve()
+
+
+def part_of(file: Path) -> Path:
+    """Return the name of a file beside `file`, to be written first and then put in its place."""
+    return file.parent / f".butter_mpi-{secrets.token_hex(8)}.part"
 
 
 def check_receipt_path(path: Path) -> None:
@@ -131,14 +188,18 @@ def check_receipt_path(path: Path) -> None:
     UsageError
         It cannot; the message says why.
     """
-    if path.is_dir():
-        raise UsageError(f"argument --receipt: {path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise UsageError(f"argument --receipt: there is no folder {path.parent}; make it first")
-    # Only an attempt tells: access(2) knows nothing of quotas and, for root, of modes.
-    probe = path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+    name = one_line(str(path))
     try:
+        file = receipt_file(path)
+    except OSError as error:
+        raise UsageError(f"argument --receipt: {name} cannot be written: {error.strerror}") from None
+    folder = one_line(str(file.parent))
+    try:
+        # Only an attempt tells: access(2) knows nothing of quotas and, for root, of modes.
+        probe = part_of(file)
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"argument --receipt: cannot write in {path.parent}: {error.strerror}") from None
+        if not os.path.isdir(file.parent):
+            raise UsageError(f"argument --receipt: there is no folder {folder}; make it first") from None
+        raise UsageError(f"argument --receipt: cannot write in {folder}: {error.strerror}") from None

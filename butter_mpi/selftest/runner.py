@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +22,7 @@ from butter_mpi.receipt import Receipt, build
 from butter_mpi.selftest import receipts, report, start
 from butter_mpi.selftest.catalogue import CHECKS
 from butter_mpi.selftest.checks import Check, Context
+from butter_mpi.selftest.console import one_line, say
 from butter_mpi.selftest.options import FAILED, PASSED, USAGE, Options
 from butter_mpi.selftest.start import Phases, Refused, Together
 
@@ -30,6 +31,9 @@ __all__ = ["run"]
 _MOST_FACTS = 5
 _LONGEST_FACT = 500
 _SETTLE_SECONDS = 5.0
+
+
+Instead = Callable[[bool], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,12 @@ class _Job:
     policy_set: dict[str, str]
     began: float
     when: str
-    out: TextIO
-    json_out: TextIO
+    out: TextIO | None
+    json_out: TextIO | None
+    instead: Instead | None
 
 
-def run(options: Options, usage: str, speaks: bool, policy_set: dict[str, str]) -> int:
+def run(options: Options, usage: str, speaks: bool, policy_set: dict[str, str], instead: Instead | None = None) -> int:
     """Run on this rank and return its exit status.
 
     Parameters
@@ -59,16 +64,21 @@ def run(options: Options, usage: str, speaks: bool, policy_set: dict[str, str]) 
         Whether this is rank 0 by the launcher's variables, which has printed its `usage`.
     policy_set : dict of str to str
         The policy variables that were set here.
+    instead : callable, optional
+        What to do instead of the checks, without a communicator, once all ranks are known to want the same; it is told
+        whether this rank prints, and returns the exit status.
     """
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     out, json_out = _outputs(options.json)
-    job = _Job(options, usage, speaks, policy_set, time.monotonic(), when, out, json_out)
+    job = _Job(options, usage, speaks, policy_set, time.monotonic(), when, out, json_out, instead)
     phases = Phases()
     seconds = start.deadline(options)
     try:
         with phases.measured("mpi"):
             mpi = start.load_mpi(seconds)
     except Refused as refused:
+        if instead is not None:
+            return instead(speaks)
         sys.stderr.write(f"butter_mpi.selftest: {refused.text}\n")
         return USAGE if usage else refused.status
     try:
@@ -77,12 +87,17 @@ def run(options: Options, usage: str, speaks: bool, policy_set: dict[str, str]) 
         return _crashed(mpi, error)
 
 
-def _outputs(json_asked: bool) -> tuple[TextIO, TextIO]:
-    """Return where lines go and where the receipt goes; with ``--json`` not even a library gets to stdout."""
+def _outputs(json_asked: bool) -> tuple[TextIO | None, TextIO | None]:
+    """Return where lines go and where the receipt goes; with ``--json`` not even a library gets to stdout.
+
+    ``None`` is a stdout that was closed before this process began.
+    """
     if not json_asked:
         return sys.stdout, sys.stdout
-    sys.stdout.flush()
-    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    stdout: TextIO | None = sys.stdout
+    if stdout is not None:
+        stdout.flush()
+    kept = None if stdout is None else os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return sys.stderr, kept
 
@@ -102,6 +117,8 @@ def _assembled(job: _Job, phases: Phases, mpi: Any, together: Together) -> int:
     try:
         with phases.measured("options"):
             start.agree_on_options(together, job.usage, job.options.common())
+        if job.instead is not None:
+            return _without_checks(job.instead, job.speaks, together)
         with phases.measured("communicator"):
             communicator = start.connect(together, mpi, job.options)
     except Refused as refused:
@@ -117,6 +134,14 @@ def _assembled(job: _Job, phases: Phases, mpi: Any, together: Together) -> int:
     return status
 
 
+def _without_checks(instead: Instead, speaks: bool, together: Together) -> int:
+    # Where MPI made N worlds of one rank out of a job of N, the launcher knows better who is rank 0.
+    status = instead(speaks if together.size == 1 else together.rank == 0)
+    status = max(map(int, together.gather(status, "agreeing on the status")))
+    together.close()
+    return status
+
+
 class _Run:
     """The checks of one communicator, and what is told of them."""
 
@@ -125,6 +150,7 @@ class _Run:
         self._together, self._comm = together, communicator
         self._checks: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
+        self._unsaid: OSError | None = None
 
     def whole(self) -> int:
         """Run everything; the status is the same on every rank."""
@@ -156,9 +182,8 @@ class _Run:
         return [check for check in CHECKS if self._job.options.faults or not check.faults]
 
     def _say(self, text: str) -> None:
-        if self._comm.rank == 0:
-            self._job.out.write(f"{text}\n")
-            self._job.out.flush()
+        if self._comm.rank == 0 and self._unsaid is None:
+            self._unsaid = say(self._job.out, f"{text}\n")
 
     def _check(self, check: Check) -> None:
         context = Context(self._comm, self._facts["seed"], check.number, lambda: bootstrap.init(self._mpi.COMM_SELF))
@@ -202,7 +227,11 @@ class _Run:
             sys.stderr.write(f"butter_mpi.selftest: {error}\n")
             return str(error)
         self._say(report.ending(status, self._checks, self._comm.plane, self._comm.world_size, seconds))
-        return ""
+        if self._unsaid is None:
+            return ""
+        text = f"stdout cannot be written: {self._unsaid.strerror}"
+        sys.stderr.write(f"butter_mpi.selftest: {text}\n")
+        return text
 
     def _receipt(self, status: str, seconds: float) -> Receipt:
         timings = {
@@ -225,11 +254,10 @@ class _Run:
         path: Path | None = self._job.options.receipt
         if path is not None:
             receipts.write(receipt, path)
-            self._say(f"receipt: {path}")
+            self._say(f"receipt: {one_line(str(path))}")
         if self._job.options.json:
             receipts.check(receipt.to_json(), "the receipt of this run")
-            self._job.json_out.write(receipt.text())
-            self._job.json_out.flush()
+            self._unsaid = self._unsaid or say(self._job.json_out, receipt.text())
 
 
 def _few(facts: Iterable[str]) -> Sequence[str]:

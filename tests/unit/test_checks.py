@@ -155,6 +155,28 @@ def test_host_identities_may_differ_only_where_a_gpu_is_shared() -> None:
     assert told(make_world(2, ranks=ranks, settings={"share_gpu": True})) == []
 
 
+@pytest.mark.parametrize("value", ["x" * 10**6, "a\x1b[31mb", "a\nb", "\udcff", 'a"b'])
+def test_remedy_shows_no_value_that_the_message_does_not(value: str) -> None:
+    """A value that a message cuts or escapes is not in the command line of the remedy either."""
+    (finding,) = told(make_world(2, ranks={1: {"environment": {"NCCL_PROTO": [value, "a\nfile"]}}}))
+    assert len(finding.message + finding.remedy) < 600
+    assert (finding.message + finding.remedy).isprintable()
+    assert "-genv NCCL_PROTO VALUE ..." in finding.remedy
+
+
+def test_thousands_of_variables_do_not_drown_the_message() -> None:
+    """The first 20 errors and warnings each are told one by one, the rest in one finding each."""
+    names = [f"NCCL_{number:05}" for number in range(5000)]
+    ranks = {1: {"env": {**dict.fromkeys(names, "1"), "NCCL_DEBUG": "INFO"}}}
+    records = make_world(3, ranks=ranks)
+    *first, rest, warning = told(records)
+    assert [f.message.split(":")[0] for f in first] == names[:20]
+    assert rest.message.startswith("4980 more variables differ: NCCL_00020, NCCL_00021, ")
+    assert rest.message.endswith("NCCL_00039 and 4960 others")
+    assert (rest.severity, warning.severity) == ("error", "warning")
+    assert len(judge(records).text()) < 10_000
+
+
 def test_single_rank_compares_no_environment() -> None:
     """Alone there is nothing to be alike."""
     report = judge([make_record(env={"NCCL_PROTO": "LL"})])

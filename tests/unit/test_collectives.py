@@ -41,10 +41,32 @@ def test_plan_in_one_form() -> None:
         ({"operation": "barrier", "count": True}, "got True"),
         ({"operation": "barrier", "op": "sum"}, "barrier has no 'op'; got 'sum'"),
         ({"operation": "broadcast", "count": 1}, "broadcast needs 'root'; got None"),
+        ({"operation": "broadcast", "count": 1, "root": 4}, "^plan root must be a rank, 0 to 3; got 4$"),
+        ({"operation": "broadcast", "count": 1, "root": -1}, "^plan root must be a rank, 0 to 3; got -1$"),
+        ({"operation": "broadcast", "count": 1, "root": True}, "^plan root must be a rank, 0 to 3; got True$"),
+        ({"operation": "broadcast", "count": 1, "root": "0"}, "^plan root must be a rank, 0 to 3; got '0'$"),
+        ({"operation": "broadcast", "count": 1, "root": 1.0}, "^plan root must be a rank, 0 to 3; got 1.0$"),
+        ({"operation": "barrier", "count": 10**5000}, "^plan count must be a number of elements, 0 or more; got a "),
+        ({"operation": "barrier", "count": 2**63}, "^plan count must be a number of elements, 0 or more; got 9"),
         ({"operation": "all_reduce", "count": 1, "op": "sum", "dtype": "int7"}, "dtype must be one of int8"),
     ],
 )
 def test_wrong_plans(plan: dict, message: str) -> None:
     """A plan that names what an operation has not is refused with what it may have."""
     with pytest.raises(ValueError, match=message):
-        check_plan(plan)
+        check_plan(plan, 4)
+
+
+def test_root_of_a_plan() -> None:
+    """A root is held against the world size where that is known, and may be no rank of any world where it is not."""
+    plan = {"operation": "broadcast", "count": 1, "root": 3}
+    assert (check_plan(plan, 4) or {})["root"] == (check_plan(plan) or {})["root"] == 3
+    with pytest.raises(ValueError, match="^plan root must be a rank, 0 or more; got -3$"):
+        check_plan({**plan, "root": -3})
+
+
+@pytest.mark.parametrize("plan", [3, "barrier", ["barrier"], []])
+def test_plan_of_another_kind_is_refused_by_name(plan: object) -> None:
+    """What is no mapping is refused with the argument's name."""
+    with pytest.raises(TypeError, match="^plan must be a mapping with the keys operation, count, dtype, op, root; got "):
+        check_plan(plan)  # type: ignore[arg-type]

@@ -143,6 +143,25 @@ def test_unreadable_file_sets_nothing(tmp_path: Path) -> None:
         }
 
 
+def test_null_device_is_an_empty_file() -> None:
+    """The usual way to say that there is no file."""
+    assert effective_nccl({"NCCL_CONF_FILE": os.devnull}, os.devnull) == {"NCCL_CONF_FILE": (os.devnull, "environment")}
+
+
+def test_what_could_be_read_for_ever_is_refused(tmp_path: Path) -> None:
+    """A pipe, an endless device and a huge file are faults, named at once and read by nobody; /proc is read."""
+    pipe, huge = tmp_path / "pipe", tmp_path / "huge"
+    os.mkfifo(pipe)
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)
+    for path, reason in ((pipe, "is no regular file"), (Path("/dev/zero"), "is no regular file"), (huge, "more than")):
+        for env, system in (({"NCCL_CONF_FILE": str(path)}, os.devnull), ({"NCCL_CONF_FILE": os.devnull}, str(path))):
+            with pytest.raises(ValueError, match=reason) as caught:
+                effective_nccl(env, system)
+            assert str(path) in str(caught.value)
+    assert effective_nccl({"NCCL_CONF_FILE": "/proc/self/status"}, os.devnull).keys() == {"NCCL_CONF_FILE"}
+
+
 def test_without_a_named_file_the_home_folder_counts() -> None:
     """The file in the home folder of the user database is read, whatever ``HOME`` says."""
     paths = [path for path, _ in nccl_config_files({"HOME": "/elsewhere"})]

@@ -71,11 +71,12 @@ def test_allocation_and_step_are_told_apart(
     assert (info.in_allocation, info.in_step, info.allocation_tasks) == (in_allocation, in_step, tasks)
 
 
-@pytest.mark.parametrize("value", ["two", "-1", "0", "", "2.0", "٣"])
+@pytest.mark.parametrize("value", ["two", "-1", "0", "", "2.0", "٣", "9" * 5000, "0" * 5000 + "2", "\udcff"])
 def test_malformed_number_is_told_and_not_used(value: str) -> None:
     """A variable that holds no usable number makes no claim, and the fault says what is allowed."""
     info = read_launch({**HYDRA, "PMI_SIZE": value})
     assert info.claimed_size is None
+    assert len("".join(info.malformed)) < 400 and "".join(info.malformed).isprintable()
     assert len(info.malformed) == 1 and info.malformed[0].startswith("PMI_SIZE must be a whole number, 1 or more; got ")
 
 
@@ -124,3 +125,9 @@ def test_cause_of_a_false_green_names_both_sides() -> None:
     cause, remedy = false_green(read_launch({**SLURM_STEP, "SLURM_MPI_TYPE": "none"}), "MPICH Version:  5.0.2")
     assert "--mpi=none" in cause and "MPICH Version" in cause
     assert remedy.startswith("start it with srun --mpi=pmi2 ...")
+
+
+def test_cause_of_a_false_green_is_one_short_line() -> None:
+    """A plug-in name of any content is cut and escaped."""
+    cause, _ = false_green(read_launch({**SLURM_STEP, "SLURM_MPI_TYPE": "a\n\x1b[1m" + "x" * 10**6}), "MPICH")
+    assert cause.isprintable() and len(cause) < 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_other_version_is_refused_as_such() -> None:
         receipts.check({"schema": 2}, "it")
 
 
-@pytest.mark.parametrize("content", [b"not json", b"{", b"\xff\xfe", b"", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"not json", b"{", b"\xff\xfe", b"", b"[" * 100_000, b"9" * 5000])
 def test_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
     """A file of anything but JSON text is refused in one line that names it."""
     path = tmp_path / "a.json"
@@ -134,7 +135,7 @@ def test_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> Non
     with pytest.raises(ReceiptError, match="is not JSON") as caught:
         receipts.load(path)
     assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "1", '"text"'])
@@ -169,6 +170,47 @@ def test_invalid_receipt_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ReceiptError, match="status"):
         receipts.write(replace(receipt(), status="fine"), path)
     assert path.read_text() == "old"
+
+
+def test_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+    """A link to a regular file is written through: the file that it leads to holds the receipt."""
+    (tmp_path / "folder").mkdir()
+    target, path = tmp_path / "folder" / "b.json", tmp_path / "a.json"
+    target.write_text("old")
+    path.symlink_to("folder/b.json")
+    receipts.write(receipt(), path)
+    assert path.is_symlink() and receipts.load(target) == receipt()
+    assert [p.name for p in target.parent.iterdir()] == ["b.json"]
+
+
+def test_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """What became no regular file during the run is left alone."""
+    path = tmp_path / "a.json"
+    os.mkfifo(path)
+    with pytest.raises(ReceiptError, match="cannot be written: it is no regular file"):
+        receipts.write(receipt(), path)
+    assert path.is_fifo()
+
+
+def test_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    """The part that is written first has no longer name than the file."""
+    receipts.write(receipt(), tmp_path / ("x" * 255))
+
+
+@pytest.mark.parametrize("depth", [400, 900])
+def test_deep_nesting_is_refused(depth: int, tmp_path: Path) -> None:
+    """Where a receipt is nested deeper than Python can follow, reading, checking or printing it is one line."""
+    nested = "[" * depth + "]" * depth
+    (tmp_path / "a.json").write_text(receipt().text().replace('"seed": 1', f'"seed": {nested}'))
+    with pytest.raises(ReceiptError) as caught:
+        receipts.load(tmp_path / "a.json")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_endless_file_is_refused() -> None:
+    """A device that never ends is no receipt, and is not read to the end of the memory."""
+    with pytest.raises(ReceiptError, match="^/dev/zero cannot be read: it has more than "):
+        receipts.load(Path("/dev/zero"))
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +31,13 @@ WRONG = {
     "list and run": (["--list", "--json"], "argument --list: it runs no check"),
     "list and compare": (["--list", "--compare", "a", "b"], "argument --list: it runs no check"),
     "receipt folder": (["--receipt", "/nowhere/a.json"], "argument --receipt: there is no folder /nowhere"),
-    "receipt is folder": (["--receipt", "/tmp"], "argument --receipt: /tmp is a folder"),
+    "receipt is folder": (["--receipt", "/tmp"], "argument --receipt: /tmp cannot be written: it is a folder; name"),
+    "receipt is a device": (["--receipt", "/dev/null"], "argument --receipt: /dev/null cannot be written: it is no re"),
+    "receipt name too long": (["--receipt", "x" * 300], "cannot be written: File name too long"),
+    "receipt below a file": (["--receipt", __file__ + "/a"], "test_selftest_cli.py/a cannot be written: Not a dir"),
+    "receipt on two lines": (["--receipt", "a\nb/c\x1b"], "argument --receipt: there is no folder a\\nb; make it"),
+    "seed of many digits": (["--seed", "9" * 5000], "argument --seed: must be a whole number from 0 to"),
+    "argument of many lines": (["\n\x1b" * 10**5], "unrecognized arguments: \\n\\x1b"),
     "receipt unwritable": (["--receipt", "/proc/a.json"], "argument --receipt: cannot write in /proc: "),
 }
 
@@ -38,8 +45,6 @@ WRONG = {
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take away what a launcher of the tests themselves may have set."""
-    import os
-
     for name in [name for name in os.environ if FOREIGN.match(name)]:
         monkeypatch.delenv(name)
 
@@ -51,7 +56,7 @@ def test_wrong_argument_is_one_line(arguments: list[str], said: str, capsys: pyt
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err
-    assert err.count("\n") == 1
+    assert err.count("\n") == 1 and err[:-1].isprintable() and len(err) < 700
     assert err.startswith("butter_mpi.selftest: ")
 
 
@@ -65,24 +70,68 @@ def test_wrong_argument_loads_no_mpi() -> None:
     assert done.stdout == "2 []\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--list"], ["--compare", "a", "b"]])
-def test_one_process_of_a_job_speaks(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Under a launcher what needs no MPI is printed by the process that the launcher calls rank 0, and by no other."""
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(receipt().text())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setenv("PMI_RANK", "1")
-    assert cli.main(arguments) == 0
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("PMI_RANK", "0")
-    assert cli.main(arguments) == 0
-    assert capsys.readouterr().out != ""
+# Each stream that cannot take what is written to it, as a shell gives it to a command.
+LOST = [">/dev/full", ">&-", ">&- 2>&- <&-", ">/dev/full 2>/dev/full", ">/dev/full 2>&-"]
+
+
+def shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the selftest in a shell, which has the arguments and redirections."""
+    line = f"{sys.executable} -m butter_mpi.selftest {command}"
+    return subprocess.run(["bash", "-c", line], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def two_receipts(folder: Path) -> str:
+    """Write two receipts that differ; return their names for a command line."""
+    (folder / "a").write_text(receipt().text())
+    (folder / "b").write_text(receipt(status="failed", checks=[check(outcome="failed")]).text())
+    return "a b"
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize(("asked", "status"), [("--help", 1), ("--list", 1), ("--compare", 2)])
+def test_answer_that_cannot_be_written_is_told(asked: str, status: int, lost: str, tmp_path: Path) -> None:
+    """A full or closed stdout is a line on stderr where there is one, and a status that is no answer."""
+    files = two_receipts(tmp_path) if asked == "--compare" else ""
+    done = shell(f"{asked} {files} {lost}", tmp_path)
+    assert done.returncode == status, done.stderr
+    assert re.fullmatch(r"(butter_mpi\.selftest: stdout cannot be written: [A-Za-z ]+\n)?", done.stderr), done.stderr
+    assert bool(done.stderr) == ("2>" not in lost)
+
+
+@pytest.mark.parametrize("asked", ["--help", "--list", "--compare"])
+def test_answer_that_nobody_reads(asked: str, tmp_path: Path) -> None:
+    """Where the reader has left, the command ends silently, as SIGPIPE would have ended it."""
+    files = two_receipts(tmp_path) if asked == "--compare" else ""
+    # The reader has left before the command begins.
+    line = f"{{ read; exec {sys.executable} -m butter_mpi.selftest {asked} {files}; }} < go > >(:)"
+    os.mkfifo(tmp_path / "go")
+    wait = "sleep 0.2; echo > go & "
+    done = subprocess.run(
+        ["bash", "-c", f"{wait} {line}"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("lost", ["2>&-", "2>/dev/full", ">&- 2>&- <&-"])
+def test_wrong_argument_without_a_stderr(lost: str, tmp_path: Path) -> None:
+    """Also where nobody can be told, a wrong argument and an unreadable receipt have their status."""
+    for command in ("--bogus", "--compare missing missing"):
+        done = shell(f"{command} {lost}", tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_comparison_of_what_no_terminal_can_show(tmp_path: Path) -> None:
+    """Lone surrogates and control characters in a receipt are shown as escapes, in any encoding of stdout."""
+    for name, text in (("a", "\ud800\x1b[31m"), ("b", "\u00e9")):
+        (tmp_path / name).write_text(receipt(plane={"asked": "auto", "ran": "host", "why": text}).text())
+    for encoding, accent in (("utf-8", "\u00e9"), ("ascii", "\\xe9")):
+        command = [sys.executable, "-m", "butter_mpi.selftest", "--compare", "a", "b"]
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, encoding="utf-8", timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (1, "")
+        assert done.stdout.splitlines()[1].split() == ["plane", "why", "\\ud800\\x1b[31m", accent]
 
 
 def test_list_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +209,22 @@ def test_probe_of_the_receipt_leaves_nothing(tmp_path: Path) -> None:
     path.write_text("old")
     options.check_receipt_path(path)
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "dangling link", "link to a device", "link to itself", "link to a folder"])
+def test_receipt_goes_to_a_regular_file_only(kind: str, tmp_path: Path) -> None:
+    """What is there and no regular file, also at the end of a link, is refused and stays as it is."""
+    path = tmp_path / "a"
+    target = {"dangling link": "b", "link to a device": "/dev/null", "link to itself": "a", "link to a folder": "/tmp"}
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target[kind])
+    before = path.lstat()
+    with pytest.raises(options.UsageError, match=r"^argument --receipt: .*/a cannot be written: "):
+        options.check_receipt_path(path)
+    assert path.lstat() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_page_has_every_option_and_check() -> None:

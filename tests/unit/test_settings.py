@@ -29,12 +29,37 @@ def test_arguments_win_over_variables_and_those_over_defaults() -> None:
         ),
         ({"BUTTER_MPI_REQUIRE_TRANSPORT": "TCP"}, "must be one of P2P, SHM, NET/IB, NET/Socket; got 'TCP'"),
         ({"BUTTER_MPI_ACTION": "shrug"}, "BUTTER_MPI_ACTION must be one of raise, abort; got 'shrug'"),
+        ({"BUTTER_MPI_START_DEADLINE": "9" * 5000}, r"9\.\.\. \(5002 characters\)$"),
     ],
 )
 def test_malformed_variables_are_told_with_what_is_allowed(env: dict[str, str], message: str) -> None:
     """A malformed or unknown variable is refused by name, with the allowed values."""
     with pytest.raises(ValueError, match=message):
         Settings.resolve(env)
+
+
+def test_malformed_variable_is_told_although_an_argument_wins() -> None:
+    """A variable over which an argument wins is checked all the same."""
+    env = {"BUTTER_MPI_PLANE": "gpu", "BUTTER_MPI_START_DEADLINE": "soon"}
+    with pytest.raises(ValueError, match="BUTTER_MPI_PLANE must be one of"):
+        Settings.resolve(env, plane="host")
+    del env["BUTTER_MPI_PLANE"]
+    with pytest.raises(ValueError, match="BUTTER_MPI_START_DEADLINE must be a number"):
+        Settings.resolve(env, FaultPolicy())
+
+
+@pytest.mark.parametrize("fault", [[], 3, "abort", {"action": "abort"}, FaultPolicy])
+def test_fault_must_be_a_policy(fault: object) -> None:
+    """Anything but a policy is refused by the argument's name."""
+    with pytest.raises(TypeError, match="^fault must be a FaultPolicy; got "):
+        Settings.resolve({}, fault)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**5000)], ids=["400 digits", "5000 digits"])
+def test_number_that_no_float_can_hold_is_out_of_range(value: int) -> None:
+    """A huge integer is refused like any other number out of the range."""
+    with pytest.raises(ValueError, match="^start_deadline must be a number of seconds from 1 to 3600; got "):
+        FaultPolicy(start_deadline=value)
 
 
 def test_test_variables_are_free() -> None:
