@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,9 +160,11 @@ def _arm() -> None:
 
 def _uncaught() -> BaseException | None:
     """Return the exception that ends this process; an interactive one shows exceptions and goes on."""
-    if hasattr(sys, "ps1") or sys.flags.interactive:
+    error = getattr(sys, "last_value", None)
+    if error is None or hasattr(sys, "ps1") or sys.flags.interactive:
         return None
-    return getattr(sys, "last_value", None)
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return None if files & {"<input>", "<console>"} else error
 
 
 def _unlink_mapped(pattern: re.Pattern[str]) -> None:

@@ -101,8 +101,9 @@ def _compare(paths: tuple[Path, Path], speaks: bool) -> int:
         differences = compare(*map(load, paths))
         text = table(differences, (str(paths[0]), str(paths[1]))) if differences else "no difference"
     except (ReceiptError, RecursionError) as error:
+        reason = "a receipt is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if speaks:
-            sys.stderr.write(f"{_NAME}: {error}\n")
+            sys.stderr.write(f"{_NAME}: {reason}\n")
         return USAGE
     return _tell(f"{text}\n", speaks, USAGE) or (FAILED if differences else PASSED)
 

@@ -79,6 +79,35 @@ def test_module_and_package_give_the_same_page() -> None:
         assert done.stderr.endswith("error: unrecognized arguments: --nonsense\n"), done.stderr
 
 
+@pytest.mark.parametrize("asked", ["--help", "--json", ""])
+@pytest.mark.parametrize("lost", [">/dev/full", ">&-", ">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
+def test_page_that_cannot_be_written_is_told(asked: str, lost: str) -> None:
+    """A full or closed stdout is one line on stderr where there is one, and status 1."""
+    command = f"{sys.executable} -m butter_mpi {asked} {lost}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    told = "" if "2>" in lost else "butter_mpi: stdout cannot be written: "
+    assert done.stderr.startswith(told) and done.stderr.count("\n") == bool(told), done.stderr
+
+
+def test_page_that_nobody_reads() -> None:
+    """Where the reader has left the doctor ends silently, as SIGPIPE would have ended it."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "butter_mpi", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("lost", ["2>&-", "2>/dev/full"])
+def test_wrong_option_without_a_stderr(lost: str) -> None:
+    """Also where nobody can be told, a wrong option has status 2."""
+    command = f"{sys.executable} -m butter_mpi --nonsense {lost}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

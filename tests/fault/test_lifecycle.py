@@ -388,3 +388,159 @@ print("light", flush=True)
 """
     result = run_job(1, program)
     assert result.rc == 0 and result.rank_out == ["light\n"], result.text
+
+
+@pytest.mark.parametrize("how", ["thread", "signal handler"])
+def test_abort_ends_an_operation_that_waits(how: str) -> None:
+    """abort() from another thread, or from a signal handler, ends the operation that waits, and is told to the peer."""
+    program = f"""
+comm = start(); comm.barrier()
+if RANK == 0:
+    if {how == "thread"}:
+        threading.Timer(0.3, comm.abort, ["from outside"]).start()
+    else:
+        signal.signal(signal.SIGUSR1, lambda *_: comm.abort("from outside"))
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+    begin = time.monotonic()
+    try:
+        comm.barrier()
+    except butter_mpi.CommunicatorClosedError:
+        say(f"ended {{time.monotonic() - begin < 3}}")
+    MPI.COMM_WORLD.Barrier()
+else:
+    try:
+        comm.wait_for_async_error(10)
+    except butter_mpi.PeerLostError as error:
+        say(f"told {{error}}")
+    MPI.COMM_WORLD.Barrier()
+"""
+    result = run_job(2, HEAD + program, timeout=30)
+    assert result.rc != 0 and "ended True" in result.rank_out[0], result.text
+    assert "told" in result.rank_out[1] and "from outside" in result.rank_out[1], result.text
+
+
+def test_action_abort_in_a_worker_thread() -> None:
+    """The job is ended from a worker thread too, and without any standard stream."""
+    program = """
+comm = start(action="abort")
+os.close(2); sys.stdout = sys.stderr = None
+threading.Thread(target=lambda: comm.all_reduce(np.zeros(3 + RANK))).start()
+signal.pause()
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+
+
+@pytest.mark.parametrize(
+    "error", ["ValueError(chr(1) * 5000)", "type('Bad', (Exception,), {'__str__': lambda s: 1 / 0})()"]
+)
+def test_any_error_is_told(error: str) -> None:
+    """An exception whose text is long, or cannot be made, is told to the peer all the same."""
+    program = f"""
+comm = start(); comm.barrier()
+if RANK == 1: raise {error}
+try:
+    comm.barrier()
+except butter_mpi.PeerLostError:
+    say("told")
+    raise
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 8 and result.rank_out[0] == "told\n", result.text
+
+
+@pytest.mark.parametrize(("code", "status"), [("0", 0), ("None", 0), ("5", 5)])
+def test_exit_inside_a_with_block(code: str, status: int) -> None:
+    """sys.exit inside the block keeps its status, and is no failure where it says that all is well."""
+    result = run_job(2, HEAD + f"with start() as comm: comm.barrier(); sys.exit({code})", timeout=20)
+    assert result.rc == status, result.text
+
+
+def test_exit_with_a_thread_in_the_control_plane() -> None:
+    """A rank that ends while another thread waits for values of the others ends the job."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 1:
+    threading.Thread(target=comm.all_gather_json, args=(1,), daemon=True).start()
+    while not comm.backend.in_flight:
+        os.sched_yield()
+    sys.exit(0)
+signal.pause()
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 10, result.text
+
+
+def test_shown_exception_of_a_console_is_no_failure() -> None:
+    """An exception that an interactive interpreter showed, and went on, does not end the job."""
+    program = """
+import code
+comm = start(); comm.barrier()
+code.InteractiveInterpreter().runsource("1 / 0")
+comm.barrier()
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc == 0, result.text
+
+
+def test_finalize_tells_the_peers() -> None:
+    """MPI.Finalize with a communicator open is a goodbye: a peer that counts on this rank is told."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 1:
+    MPI.Finalize()
+else:
+    try:
+        comm.barrier()
+    except butter_mpi.PeerLostError as error:
+        say(f"told {error}")
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert "told" in result.rank_out[0] and "rank 1 left" in result.rank_out[0], result.text
+
+
+def test_init_where_mpi_is_over() -> None:
+    """Init after MPI.Finalize, and in a forked child, is refused with the reason instead of killed by MPI."""
+    program = """
+comm = start(); comm.close()
+child = os.fork()
+try:
+    if child == 0:
+        start()
+except butter_mpi.StartError as error:
+    say(f"fork: {error}")
+    os._exit(0)
+os.waitpid(child, 0)
+MPI.Finalize()
+try:
+    start()
+except butter_mpi.StartError as error:
+    say(f"over: {error}")
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc == 0, result.text
+    assert all("is a fork of one that runs MPI" in out and "MPI.Finalize was called" in out for out in result.rank_out)
+
+
+def test_reconnect_without_all_ranks() -> None:
+    """A reconnect says at once who left for good; one that a rank does not come to ends at the deadline, poisoned."""
+    program = """
+comm = start(start_deadline=3); comm.barrier()
+if RANK == 1:
+    comm.close()
+    other = start(start_deadline=3); other.barrier()
+    time.sleep(5); sys.exit(0)
+other = start(start_deadline=3); other.barrier()
+begin = time.monotonic()
+try:
+    comm.attempt_reconnect()
+except butter_mpi.PeerLostError as error:
+    say(f"left {error.lost_ranks} {time.monotonic() - begin < 1}")
+try:
+    other.attempt_reconnect()
+except butter_mpi.CollectiveTimeoutError as error:
+    say(f"late {other.is_healthy()}")
+"""
+    result = run_job(2, HEAD + program, timeout=30)
+    assert "left (1,) True" in result.rank_out[0] and "late False" in result.rank_out[0], result.text
+    assert result.rc != 0, result.text

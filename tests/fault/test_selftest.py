@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.mpirun import MPIS, JobResult, run_job, start_job
+from helpers.receipts import receipt
 
 from butter_mpi.selftest import receipts
 from butter_mpi.selftest.catalogue import CHECKS
@@ -84,17 +85,17 @@ def test_every_check_passes(mpi: str, tmp_path: Path) -> None:
     assert "NCCL_IB_TIMEOUT=10 (set here, it was unset)" in result.rank_out[0]
     assert f"passed: {len(CHECKS)} checks, plane host, 2 ranks" in result.rank_out[0].splitlines()[-1]
     assert (result.rank_out[1], result.rank_err) == ("", ["", ""]), result.text
-    receipt = receipts.load(tmp_path / "r.json")
-    assert receipt.status == "passed"
-    assert receipt.world_size == len(receipt.ranks) == 2
-    assert receipt.launcher == {"name": "mpich" if mpi == "mpich" else "openmpi", "size": 2}
-    assert ("MPICH" in str(receipt.versions["mpi_library"])) == (mpi == "mpich")
-    assert {(row["name"], row["value"], row["set_by"]) for row in receipt.policy} == {
+    made = receipts.load(tmp_path / "r.json")
+    assert made.status == "passed"
+    assert made.world_size == len(made.ranks) == 2
+    assert made.launcher == {"name": "mpich" if mpi == "mpich" else "openmpi", "size": 2}
+    assert ("MPICH" in str(made.versions["mpi_library"])) == (mpi == "mpich")
+    assert {(row["name"], row["value"], row["set_by"]) for row in made.policy} == {
         ("NCCL_IB_TIMEOUT", "10", "selftest"),
         ("NCCL_IB_RETRY_CNT", "1", "selftest"),
     }
-    assert [check["outcome"] for check in receipt.checks] == ["passed"] * len(CHECKS)
-    assert receipt.timings["start"].keys() == {"mpi", "options", "communicator"}
+    assert [check["outcome"] for check in made.checks] == ["passed"] * len(CHECKS)
+    assert made.timings["start"].keys() == {"mpi", "options", "communicator"}
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -103,9 +104,9 @@ def test_json_is_all_of_stdout(mpi: str) -> None:
     """With ``--json`` rank 0's stdout is the receipt alone, whatever else writes there; the lines are on stderr."""
     result = selftest(2, "--json", "--seed", "5", extra=NOISY_CHECK, mpi=mpi, env={"NCCL_IB_TIMEOUT": "10"})
     assert result.rc == 0, result.text
-    receipt = receipts.check(json.loads(result.rank_out[0]), "stdout")
-    assert receipt.seed == 5
-    assert {row["name"]: row["set_by"] for row in receipt.policy} == {
+    made = receipts.check(json.loads(result.rank_out[0]), "stdout")
+    assert made.seed == 5
+    assert {row["name"]: row["set_by"] for row in made.policy} == {
         "NCCL_IB_TIMEOUT": "environment",
         "NCCL_IB_RETRY_CNT": "selftest",
     }
@@ -182,6 +183,80 @@ def test_receipt_that_fails_in_the_end_fails_the_run() -> None:
     result = selftest(2, "--receipt", "gone/r.json", extra=extra)
     assert statuses(result) == ["1", "1"], result.text
     assert "gone/r.json cannot be written: No such file or directory" in told(result)[0]
+
+
+def asked(*words: str) -> dict[str, str]:
+    """Return the variable that carries arguments without a plane."""
+    return {"BUTTER_MPI_TEST_ARGUMENTS": json.dumps(words)}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--list"], ["--compare", "a", "b"]])
+def test_one_rank_answers(words: list[str], tmp_path: Path) -> None:
+    """What runs no check is printed by rank 0 alone where every rank was asked for it."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(receipt().text())
+    result = selftest(2, env=asked(*words), cwd=tmp_path)
+    assert (result.rc, statuses(result), told(result)) == (0, ["0", "0"], ["", ""]), result.text
+    assert result.rank_out[0] != "" and result.rank_out[1] == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("words", [["--help"], ["--list"], ["--compare", "a", "b"], ["--json"], ["--receipt", "r"]])
+def test_one_rank_is_asked_for_something_else(words: list[str], rank: int) -> None:
+    """An option that one rank alone was given is a wrong argument on every rank, in seconds, and nothing is run."""
+    result = selftest(2, env=asked(), rank_env={rank: asked(*words)})
+    assert statuses(result) == ["2", "2"], result.text
+    assert f"argument {words[0]}: ranks were given different ones: " in told(result)[0]
+    assert (told(result)[1], result.rank_out) == ("", ["", ""]), result.text
+    assert result.seconds < 15, result.text
+
+
+def test_answer_without_a_usable_mpi() -> None:
+    """Where MPI cannot be loaded, what needs none is printed all the same."""
+    result = selftest(2, env={**asked("--list"), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+    assert statuses(result) == ["0", "0"], result.text
+    assert len(result.rank_out[0].splitlines()) == len(CHECKS) and result.rank_out[1] == ""
+
+
+# Rank 0's own output goes where a test wants, before the selftest begins.
+LOST = """
+runner.CHECKS = runner.CHECKS[:3]
+if "0" == os.environ.get("PMI_RANK"):
+    {how}
+"""
+FULL = "os.dup2(os.open('/dev/full', os.O_WRONLY), {number})"
+NOBODY = "r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w)"
+CLOSED = "os.close(1); sys.stdout = None"
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["lines", "json"])
+@pytest.mark.parametrize("how", [FULL.format(number=1), NOBODY, CLOSED], ids=["full", "nobody", "closed"])
+def test_output_that_cannot_be_written_fails_the_run(how: str, words: list[str], tmp_path: Path) -> None:
+    """Where rank 0's stdout is lost the checks go on, the receipt is written, one line says it, and all end with 1."""
+    result = selftest(2, "--receipt", "r.json", *words, extra=LOST.format(how=how), cwd=tmp_path)
+    assert statuses(result) == ["1", "1"], result.text
+    assert told(result)[0].splitlines()[-1].startswith("butter_mpi.selftest: stdout cannot be written: ")
+    assert "Traceback" not in result.text
+    assert receipts.load(tmp_path / "r.json").status == "passed"
+
+
+@pytest.mark.parametrize("how", [FULL.format(number=2), "os.close(2); sys.stderr = None"], ids=["full", "closed"])
+def test_run_without_a_stderr(how: str) -> None:
+    """A rank that can tell nobody passes and refuses like any other, and leaves the other rank nowhere."""
+    extra = LOST.format(how=how) + "import builtins; builtins.print = lambda *what, **where: None\n"
+    assert selftest(2, extra=extra).rc == 0
+    for words in (["--bogus"], ["--np-expected", "3"]):
+        result = selftest(2, *words, extra=extra)
+        assert result.rc == (2 if words == ["--bogus"] else 3), result.text
+        assert result.seconds < 15, result.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_configuration_file_that_never_ends_is_refused(rank: int) -> None:
+    """A rank whose NCCL_CONF_FILE is a device says so to all ranks, and is not left reading it."""
+    result = selftest(2, rank_env={rank: {"NCCL_CONF_FILE": "/dev/zero"}})
+    assert statuses(result) == ["3", "3"], result.text
+    assert f'rank {rank}: ValueError: NCCL\'s configuration file "/dev/zero" is no regular file' in told(result)[0]
 
 
 @EACH_MPI
@@ -283,10 +358,10 @@ def test_poisoned_communicator_stops_the_run(mpi: str, tmp_path: Path) -> None:
         assert f"rank {rank}/2: selftest stopped in check bad: the communicator is poisoned: " in result.rank_err[rank]
     assert "FAILED: 1 of 1 checks (bad)" in result.rank_out[0]
     assert "stopped there, the communicator broke" in result.rank_out[0]
-    receipt = receipts.load(tmp_path / "r.json")
-    assert receipt.status == "broken"
-    assert [check["outcome"] for check in receipt.checks] == ["failed", "not run", "not run"]
-    assert "all_reduce #" in receipt.checks[0]["failures"][0]["facts"][0]
+    made = receipts.load(tmp_path / "r.json")
+    assert made.status == "broken"
+    assert [check["outcome"] for check in made.checks] == ["failed", "not run", "not run"]
+    assert "all_reduce #" in made.checks[0]["failures"][0]["facts"][0]
 
 
 def test_faults_are_not_provoked_where_they_end_the_job() -> None:
@@ -402,7 +477,7 @@ def test_every_check_can_fail() -> None:
     env = {"BUTTER_MPI_TEST_SABOTAGE": json.dumps(rows)}
     result = selftest(2, "--json", extra=SABOTEUR, env=env)
     assert statuses(result) == ["1", "1"], result.text
-    receipt = receipts.check(json.loads(result.rank_out[0]), "stdout")
-    assert receipt.status == "failed"
-    found = {check["title"]: {row["rank"] for row in check["failures"]} for check in receipt.checks}
+    made = receipts.check(json.loads(result.rank_out[0]), "stdout")
+    assert made.status == "failed"
+    found = {check["title"]: {row["rank"] for row in check["failures"]} for check in made.checks}
     assert found == {title: ranks for title, (_, _, ranks) in SABOTAGE.items()}

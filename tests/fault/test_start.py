@@ -133,9 +133,11 @@ def test_what_single_ranks_were_asked_for_wrongly() -> None:
         ({"BUTTER_MPI_PLAIN": "1"}, "init: BUTTER_MPI_PLAIN is not a variable of butter_mpi; known are"),
         (init(require_transport="IB"), "init: require_transport must be one of P2P, SHM, NET/IB, NET/Socket"),
         (init(plan={"operation": "all_reduce", "count": -1}), "init: plan count must be a number of elements"),
+        (init(plan={"operation": "broadcast", "root": 8}), "init: plan root must be a rank, 0 to 7; got 8"),
+        (init(fault=[]), "init: fault must be a FaultPolicy; got []"),
     ]
     ranks = {rank: env for rank, (env, _) in enumerate(wrong, 1)}
-    text = refused(6, env={"BUTTER_MPI_PLANE": "host"}, rank_env=ranks)
+    text = refused(8, env={"BUTTER_MPI_PLANE": "host"}, rank_env=ranks)
     for rank, (_, words) in enumerate(wrong, 1):
         assert f"rank {rank}: {words}" in text
 

@@ -108,13 +108,71 @@ def test_pairs(comm: Communicator) -> None:
     assert (recv == (RANK - 1) % SIZE).all()
 
 
+@pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
+@pytest.mark.parametrize("grouped", [0, 1])
+def test_group_on_one_rank_meets_plain_calls_on_the_other(comm: Communicator, grouped: int) -> None:
+    """A rank may group what its peer submits one by one: each direction of a pair meets by itself."""
+    mine, yours = np.full(4, RANK), np.full(4, -1)
+    if grouped == RANK:
+        with comm.group():
+            comm.send(mine, 1 - RANK)
+            comm.recv(yours, 1 - RANK)
+    elif RANK < 2:
+        comm.recv(yours, 1 - RANK)
+        comm.send(mine, 1 - RANK)
+    if RANK < 2:
+        assert (yours == 1 - RANK).all()
+    total, more = np.ones(3), np.zeros(3)
+    if grouped == RANK:
+        with comm.group():
+            comm.send(np.full(3, 7.0), 1 - RANK)
+            comm.all_reduce(total)
+    else:
+        comm.all_reduce(total)
+        if RANK < 2:
+            comm.recv(more, 1 - RANK)
+            assert (more == 7).all()
+    assert (total == SIZE).all()
+
+
+@pytest.mark.skipif(SIZE < 3, reason="needs 3 ranks")
+def test_chain_with_one_group(comm: Communicator) -> None:
+    """Around a ring it is enough that one rank groups its send with its receive."""
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    token, received = np.full(2, RANK), np.full(2, -1)
+    if RANK == 0:
+        with comm.group():
+            comm.send(token, right)
+            comm.recv(received, left)
+    else:
+        comm.recv(received, left)
+        comm.send(token, right)
+    assert (received == left).all()
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
+def test_other_collective_inside_a_group_is_a_mismatch(comm: Communicator) -> None:
+    """A collective that differs is a mismatch at once, also where both ranks group it with others."""
+    with pytest.raises(CollectiveMismatchError) as caught, comm.group():
+        comm.all_reduce(np.zeros(3)) if RANK else comm.broadcast(np.zeros(3))
+        comm.barrier()
+    assert set(caught.value.records) == set(range(SIZE))
+    comm.attempt_reconnect()
+    comm.barrier()
+
+
 def test_values_over_the_control_plane(comm: Communicator) -> None:
     """all_gather_json gives every rank's value in order and takes no number."""
     value = {"rank": RANK, "text": "ü" * (RANK + 1), "none": None, "list": [1, 2.5, True]}
     every = comm.all_gather_json(value)
     assert [v["rank"] for v in every] == list(range(SIZE)) and every[RANK] == value and comm.sequence == 0
-    with pytest.raises(TypeError):
-        comm.all_gather_json(object())
+    loop: list = []
+    loop.append(loop)
+    for wrong in (object(), loop):
+        with pytest.raises(TypeError):
+            comm.all_gather_json(wrong)
+    with pytest.raises(ValueError, match="inside a group"), comm.group():
+        comm.all_gather_json(1)
 
 
 def test_records_of_every_rank(comm: Communicator) -> None:
@@ -142,6 +200,7 @@ REFUSED = {
     "NumPy scalar": (lambda: np.float32(3), TypeError, "must be a NumPy array"),
     "bytes": (lambda: bytearray(8), TypeError, "must be a NumPy array"),
     "None": (lambda: None, TypeError, "must be a NumPy array"),
+    "masked": (lambda: np.ma.masked_array(np.zeros(4), [True, False, False, False]), TypeError, "masked array"),
 }
 
 
@@ -455,6 +514,7 @@ def test_forked_child_is_refused(comm: Communicator) -> None:
     pid = os.fork()
     if pid == 0:
         try:
+            assert not comm.is_healthy()
             comm.barrier()
         except CommunicatorClosedError as error:
             os.write(write, str(error).encode())

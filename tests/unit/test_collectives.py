@@ -61,12 +61,14 @@ def test_root_of_a_plan() -> None:
     """A root is held against the world size where that is known, and may be no rank of any world where it is not."""
     plan = {"operation": "broadcast", "count": 1, "root": 3}
     assert (check_plan(plan, 4) or {})["root"] == (check_plan(plan) or {})["root"] == 3
-    with pytest.raises(ValueError, match="^plan root must be a rank, 0 or more; got -3$"):
+    with pytest.raises(ValueError, match=r"^plan root must be a rank, 0 or more; got -3$"):
         check_plan({**plan, "root": -3})
 
 
 @pytest.mark.parametrize("plan", [3, "barrier", ["barrier"], []])
 def test_plan_of_another_kind_is_refused_by_name(plan: object) -> None:
     """What is no mapping is refused with the argument's name."""
-    with pytest.raises(TypeError, match="^plan must be a mapping with the keys operation, count, dtype, op, root; got "):
+    with pytest.raises(
+        TypeError, match=r"^plan must be a mapping with the keys operation, count, dtype, op, root; got "
+    ):
         check_plan(plan)  # type: ignore[arg-type]

@@ -51,14 +51,14 @@ def test_malformed_variable_is_told_although_an_argument_wins() -> None:
 @pytest.mark.parametrize("fault", [[], 3, "abort", {"action": "abort"}, FaultPolicy])
 def test_fault_must_be_a_policy(fault: object) -> None:
     """Anything but a policy is refused by the argument's name."""
-    with pytest.raises(TypeError, match="^fault must be a FaultPolicy; got "):
+    with pytest.raises(TypeError, match=r"^fault must be a FaultPolicy; got "):
         Settings.resolve({}, fault)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**5000)], ids=["400 digits", "5000 digits"])
 def test_number_that_no_float_can_hold_is_out_of_range(value: int) -> None:
     """A huge integer is refused like any other number out of the range."""
-    with pytest.raises(ValueError, match="^start_deadline must be a number of seconds from 1 to 3600; got "):
+    with pytest.raises(ValueError, match=r"^start_deadline must be a number of seconds from 1 to 3600; got "):
         FaultPolicy(start_deadline=value)
 
 

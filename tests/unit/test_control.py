@@ -1,0 +1,64 @@
+"""Requests and their buffers, and messages that always fit; no MPI."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+
+import numpy as np
+import pytest
+
+from butter_mpi import control
+from butter_mpi.control import Ticket
+
+
+class Request:
+    """A request that is done after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def Test(self) -> bool:  # noqa: N802
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_interrupted_start_keeps_its_buffers() -> None:
+    """An interrupt right after a request was started may not free what MPI writes into; MPI_Finalize would wait."""
+    buffer = np.zeros(8)
+    alive = weakref.ref(buffer)
+
+    def start(*_: object) -> Request:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Ticket(buffer).start(start, buffer)
+    del buffer
+    gc.collect()
+    assert alive() is not None and control.unfinished()
+    control._OPEN.clear()
+
+
+def test_refused_start_and_finished_request_keep_nothing() -> None:
+    """A call that fails starts nothing, and a request that is done holds nothing any longer."""
+
+    def refuse() -> Request:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        Ticket(1).start(refuse)
+    ticket = Ticket(2).start(Request, 1)
+    assert not ticket.done() and control.unfinished() is False
+    assert ticket.done() and ticket not in control._OPEN
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "\x01" * 5000, "\N{SNOWMAN}" * 5000, "\ud800" * 3000])
+def test_every_notice_fits(text: str) -> None:
+    """A long text, a long list of ranks and many records are cut to what a message holds, never refused."""
+    body = {"error": "PeerLostError", "text": text, "lost": list(range(5000)), "n": 1, "records": {"1": text}}
+    payload = control._fitting("broken", body)
+    assert len(payload) <= control._MESSAGE_BYTES
+    message = json.loads(payload[control._LENGTH_BYTES :])
+    assert message["kind"] == "broken" and message["body"]["error"] == "PeerLostError" and message["body"]["text"]
+    assert message["body"]["lost"][:3] == [0, 1, 2]
