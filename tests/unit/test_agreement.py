@@ -33,7 +33,7 @@ class _Request:
     def __init__(self, done: bool) -> None:
         self.done = done
 
-    def Test(self) -> bool:
+    def Test(self) -> bool:  # noqa: N802
         return self.done
 
 
@@ -45,13 +45,13 @@ class _World:
     def __init__(self, duplicates: bool) -> None:
         self._duplicates = duplicates
 
-    def Idup(self) -> Any:
+    def Idup(self) -> Any:  # noqa: N802
         return self, _Request(self._duplicates)
 
-    def Isend(self, _what: Any, dest: int, tag: int) -> _Request:
+    def Isend(self, _what: Any, dest: int, tag: int) -> _Request:  # noqa: N802
         return _Request(False)
 
-    def Improbe(self, source: int, tag: int, status: Any) -> Any:
+    def Improbe(self, source: int, tag: int, status: Any) -> Any:  # noqa: N802
         return SimpleNamespace(Irecv=lambda what: _Request(False)) if source == 1 else None
 
 
