@@ -190,20 +190,6 @@ def test_comparison_with_what_is_no_receipt(broken: int, tmp_path: Path, capsys:
     assert "status: 'fine' is not one of" in err
 
 
-@pytest.mark.parametrize("depth", [300, 600, 900])
-def test_comparison_of_what_is_nested_too_deeply(
-    depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nesting in a place that the schema leaves open gives a table or one line, and no traceback."""
-    for name, end in (("a", "1"), ("b", "2")):
-        text = receipt().text().replace("60.0", f"{'[' * depth}{end}{']' * depth}")
-        assert "[[[" in text
-        (tmp_path / name).write_text(text)
-    status = cli.main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    out, err = capsys.readouterr()
-    assert (status, bool(out), err.count("\n")) in ((1, True, 0), (2, False, 1))
-
-
 def test_outside_a_step_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Inside an allocation of several tasks but outside any step the run is refused before MPI, naming srun."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
