@@ -61,7 +61,12 @@ def test_round_that_is_given_up_keeps_its_requests(
 ) -> None:
     """Every request under way (the duplication, two sends, a receive) is kept by itself, and is asked at the end."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(agreement, "keep_for_ever", lambda *what: calls.append(what) or control.keep_for_ever(*what))
+
+    def keep(*what: Any) -> None:
+        calls.append(what)
+        control.keep_for_ever(*what)
+
+    monkeypatch.setattr(agreement, "keep_for_ever", keep)
     mpi = SimpleNamespace(BYTE=None, Status=lambda: SimpleNamespace(Get_count=lambda kind: 5))
 
     def look(said: dict[int, Any], waited: float) -> None:
