@@ -544,3 +544,44 @@ except butter_mpi.CollectiveTimeoutError as error:
     result = run_job(2, HEAD + program, timeout=30)
     assert "left (1,) True" in result.rank_out[0] and "late False" in result.rank_out[0], result.text
     assert result.rc != 0, result.text
+
+
+@pytest.mark.parametrize(
+    ("patch", "phase"),
+    [
+        ("preflight.digest = wait", "comparing preflight digests"),
+        ("preflight.complete = wait", "comparing preflight records"),
+        ("preflight.judge = wait", "duplicating the communicator"),
+    ],
+)
+def test_every_exchange_of_the_start_is_bounded(patch: str, phase: str) -> None:
+    """A rank that stops at any step of the start leaves nobody waiting: the others name the step at the deadline."""
+    program = f"""
+from butter_mpi import bootstrap, preflight
+def wait(*_):
+    threading.Event().wait()
+if RANK == 1:
+    os.environ["NCCL_DEBUG"] = "WARN"
+    {patch}
+start(start_deadline=2)
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+    assert "StartTimeoutError" in result.rank_err[0] and f"'{phase}' within 2.0 s" in result.rank_err[0], result.text
+
+
+def test_thread_level_of_one_rank() -> None:
+    """MPI at a thread level below SERIALIZED on one rank is told on every rank, with what to set."""
+    program = """
+import mpi4py, os
+mpi4py.rc.thread_level = "single" if os.environ["PMI_RANK"] == "1" else "multiple"
+import butter_mpi
+try:
+    butter_mpi.init(plane="host")
+except butter_mpi.PreflightError as error:
+    print(error)
+"""
+    result = run_job(2, program, timeout=20)
+    assert result.rc == 0 and result.rank_out[0] == result.rank_out[1], result.text
+    assert "rank 1: MPI runs at thread level SINGLE" in result.rank_out[0], result.text
+    assert "SERIALIZED or higher" in result.rank_out[0], result.text

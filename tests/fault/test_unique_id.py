@@ -13,6 +13,8 @@ from mpi4py import MPI
 from butter_mpi import StartError, library, nccl
 from butter_mpi.bootstrap import share_unique_id
 from butter_mpi.control import Control, Watch, duplicate
+from butter_mpi.ending import ENDING
+ENDING.register(MPI)
 watch = Watch(20)
 control = Control(duplicate(MPI.COMM_WORLD, MPI, watch), MPI)
 def make():
@@ -56,3 +58,12 @@ def test_missing_library_on_rank_0_reaches_every_rank() -> None:
     assert "start: no unique ID" in result.rank_out[0] and "/nonexistent/libnccl.so.2" in result.rank_out[0], (
         result.text
     )
+
+
+def test_unique_id_that_does_not_come_is_bounded() -> None:
+    """Where rank 0 takes for ever to make the ID, the others leave at the deadline."""
+    program = PROGRAM.replace("Watch(20)", "Watch(2)").replace(
+        "    return nccl", "    import threading; threading.Event().wait()\n    return nccl"
+    )
+    result = run_job(2, program, env={"NCCL_LIBRARY": library()}, timeout=20)
+    assert result.rc != 0 and "Overdue: carrying the unique ID" in result.rank_err[1], result.text
