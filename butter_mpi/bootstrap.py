@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -31,7 +33,7 @@ from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.solo import SoloPlane
 from butter_mpi.settings import FaultPolicy, Settings
 
-__all__ = ["abort_job", "init", "share_unique_id"]
+__all__ = ["abort_job", "init", "load_mpi", "share_unique_id"]
 
 _LOG = logging.getLogger("butter_mpi")
 _UNIQUE_ID_BYTES = 128
@@ -102,8 +104,7 @@ def init(
     **Collective**: every rank of `comm`. **Blocking**: until the communicator is made, at most the start deadline
     (default 60 s). Arguments that are not given are read from ``BUTTER_MPI_*`` variables.
     """
-    from mpi4py import MPI
-
+    MPI = load_mpi(_start_deadline(fault))  # noqa: N806
     _check_mpi(MPI)
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -120,6 +121,48 @@ def init(
     lane = contextlib.nullcontext() if MPI.Query_thread() >= MPI.THREAD_MULTIPLE else _lane(asked.settings)
     with ENDING.starting(), lane:
         return _Start(comm, MPI, asked).run()
+
+
+def load_mpi(seconds: float) -> Any:
+    """Return ``mpi4py.MPI``, started; ends this process if ``MPI_Init`` does not return within `seconds`.
+
+    Parameters
+    ----------
+    seconds : float
+        The start deadline.
+
+    Returns
+    -------
+    module
+        ``mpi4py.MPI``.
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        There is no MPI for this Python.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return sys.modules["mpi4py.MPI"]
+    return _start_mpi_or_end_this_process_at_the_start_deadline(seconds)
+
+
+def _start_mpi_or_end_this_process_at_the_start_deadline(seconds: float) -> Any:
+    # MPI_Init holds the interpreter lock while it waits for the other ranks, so no Python thread could end it.
+    with contextlib.suppress(RuntimeError, OSError, ValueError, AttributeError):
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        from mpi4py import MPI
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return MPI
+
+
+def _start_deadline(fault: Any) -> float:
+    """Return the start deadline; where it is malformed the start itself will say so."""
+    try:
+        return Settings.resolve(c_environment(), fault).start_deadline
+    except (TypeError, ValueError):
+        return Settings().start_deadline
 
 
 def _lane(settings: Settings) -> contextlib.AbstractContextManager[None]:

@@ -223,7 +223,8 @@ class Control:
     """The control plane of one communicator: a mailbox of short messages from each peer, in order.
 
     A message is a kind and a JSON object. Kinds: ``op`` (a submission's signature), ``left`` (closed, all is well),
-    ``broken`` (poisoned, with the facts). Every message of one peer arrives in the order in which it was sent.
+    ``broken`` (poisoned, with the facts), ``ping`` and ``pong``. Messages of one peer arrive in the order in which they
+    were sent.
 
     Parameters
     ----------
@@ -246,6 +247,7 @@ class Control:
         self._receives: dict[int, Ticket] = {}
         self._sends: list[Ticket] = []
         self._spoiled = False
+        self._asked: set[int] = set()
         # MPI writes into the posted buffers until they are cancelled: a collected Control would be a wild write.
         _LISTENING.add(self)
         for peer in self.peers:
@@ -300,6 +302,10 @@ class Control:
             self.seen[peer] = body
         elif kind == "left":
             self.left[peer] = body
+        elif kind == "ping":
+            self.send([peer], "pong", {})
+        elif kind == "pong":
+            self._asked.discard(peer)
         else:
             if body.get("phase") in ("abort", "exit"):
                 self.gone[peer] = body
@@ -308,6 +314,15 @@ class Control:
     def _break(self, peer: int, body: dict[str, Any]) -> None:
         if self.broken is None:
             self.broken = (peer, body)
+
+    def ping(self) -> None:
+        """Ask every peer for a sign of life; one that waits in an operation too answers by itself."""
+        self._asked = set(self.peers)
+        self.send(self.peers, "ping", {})
+
+    def silent(self) -> list[int]:
+        """Return the peers that have not answered the last :meth:`ping`."""
+        return sorted(self._asked)
 
     def all_gather(
         self, payload: bytes, watch: Watch, phase: str, look: Callable[[], None] = lambda: None

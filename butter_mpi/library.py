@@ -40,9 +40,7 @@ _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _IN_WHEEL = f"nvidia/nccl/lib/{SONAME}"
 _SYSTEM_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _LOADER_CACHE = "/etc/ld.so.cache"
-_REMEDY = (
-    f'install one (pip install "butter_mpi[cu13]" or "butter_mpi[cu12]"), or name the file with {LIBRARY_VARIABLE}'
-)
+_REMEDY = f"install one (pip install nvidia-nccl-cu13, or nvidia-nccl-cu12), or name the file with {LIBRARY_VARIABLE}"
 
 
 @dataclass(frozen=True, slots=True)

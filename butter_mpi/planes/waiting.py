@@ -16,6 +16,7 @@ __all__ = ["Waiting", "error_from", "notice_of"]
 _LOG = logging.getLogger("butter_mpi")
 _FIRST_WARNING = 5.0
 _GRACE = 0.5
+_PING_AT = 4.0
 
 
 def notice_of(error: errors.CommunicatorBrokenError) -> dict[str, Any]:
@@ -69,6 +70,7 @@ class Waiting:
         self._broken: Watch | None = None
         self._pause = Pause()
         self._warn_at = _FIRST_WARNING
+        self._pinged = False
 
     @property
     def elapsed(self) -> float:
@@ -97,6 +99,7 @@ class Waiting:
         """Begin the wait anew: data has moved, so whoever is waited for is alive and at it."""
         self._watch, self._broken = Watch(self._watch.limit), None
         self._warn_at = _FIRST_WARNING
+        self._pinged = False
 
     def look(self, record: Mapping[str, Any], missing: Mapping[int, Mapping[str, Any]], moved: bool) -> None:
         """Raise what the messages say, warn, and pause if nothing `moved`.
@@ -127,11 +130,16 @@ class Waiting:
         gone = [p for p in missing if p in self._control.left and not self._control.inbox[p]]
         if gone:
             raise self._lost(missing[gone[0]], gone)
+        # Where all have come and data stands still, those that do not answer are the ones.
+        absent = list(missing) or self._control.silent()
         if self._watch.tick():
-            raise self._overdue(record, list(missing))
+            raise self._overdue(record, absent)
+        if self._watch.limit is not None and not missing and not self._pinged and self.elapsed >= _PING_AT:
+            self._pinged = True
+            self._control.ping()
         if self._watch.limit is not None and self.elapsed >= self._warn_at:
             self._warn_at *= 2
-            _LOG.warning("%s: has waited %.0f s for %s", self.text(record), self.elapsed, self._positions(missing))
+            _LOG.warning("%s: has waited %.0f s for %s", self.text(record), self.elapsed, self._positions(absent))
         if moved:
             self._pause.reset()
         else:
@@ -148,14 +156,14 @@ class Waiting:
     def _overdue(self, record: Mapping[str, Any], missing: Sequence[int]) -> errors.CollectiveTimeoutError:
         return errors.CollectiveTimeoutError(
             f"{self.text(record)}: no answer within {self.elapsed:.1f} s (collective deadline {self._watch.limit:g} s) "
-            f"from {self._positions(missing)}. Look at what that rank does, or set a longer collective_deadline",
+            f"from {self._positions(missing)}. Look at what is missing there, or set a longer collective_deadline",
             elapsed=self.elapsed,
             **self.facts(record, missing),
         )
 
-    def _positions(self, missing: Sequence[int] | Mapping[int, Any]) -> str:
+    def _positions(self, missing: Sequence[int]) -> str:
         if not missing:
-            return "the data of ranks that all came"
+            return "the data of ranks that all came, and are alive"
         return ", ".join(f"rank {p} ({self._last_seen(p)})" for p in missing)
 
     def _last_seen(self, peer: int) -> str:

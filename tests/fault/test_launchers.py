@@ -46,6 +46,7 @@ def checkout() -> Iterator[Path]:
         elif source.exists():
             shutil.copy(source, copy / name)
     yield copy
+    copy.chmod(0o755)
     shutil.rmtree(place)
 
 
@@ -232,8 +233,8 @@ def test_host_file_launcher_forwards_variables(mpi: str, line: str, options: str
     """mpirun_hosts.sh forwards what a rank elsewhere must have, by the options of the mpirun that is active."""
     found = find_mpi(mpi)
     (tmp_path / "hosts").write_text(line)
-    stub(tmp_path / "bin", "mpirun", f'echo "with $*"; exec {found.mpirun} "$@"')
-    stub(tmp_path / "bin", "python", f'exec {found.python} "$@"')
+    stub(tmp_path / "bin", "mpirun", f'echo "with $*"; exec "{found.mpirun}" "$@"')
+    stub(tmp_path / "bin", "python", f'exec "{found.python}" "$@"')
     env = {**found.env, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     command: list[str | Path] = [ROOT / "launch" / "mpirun_hosts.sh", "hosts", "2", "--plane", "host"]
     result = run_script(command, env={**env, "NCCL_IB_HCA": "mlx5_0"}, cwd=tmp_path)

@@ -155,13 +155,13 @@ except butter_mpi.CommunicatorBrokenError as error:
         assert float(out.split("at ")[1].split()[0]) - killed < 1, result.text
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_frozen_rank_is_named_at_the_deadline(mpi: str) -> None:
+@pytest.mark.parametrize(("mpi", "count"), [("mpich", 3), ("openmpi", 3), ("mpich", 8_000_000)])
+def test_frozen_rank_is_named_at_the_deadline(mpi: str, count: int) -> None:
     """A stopped rank is warned of after 5 s and named at the collective deadline, with where it was last seen."""
-    program = """
+    program = f"""
 comm = start(); comm.barrier(); say("up")
 for turn in range(10**9):
-    comm.all_reduce(np.zeros(3)); time.sleep(0.01)
+    comm.all_reduce(np.zeros({count})); time.sleep(0.001)
 """
     with start_job(2, HEAD + program, mpi=mpi, timeout=40) as job:
         for rank in range(2):
@@ -585,3 +585,17 @@ except butter_mpi.PreflightError as error:
     assert result.rc == 0 and result.rank_out[0] == result.rank_out[1], result.text
     assert "rank 1: MPI runs at thread level SINGLE" in result.rank_out[0], result.text
     assert "SERIALIZED or higher" in result.rank_out[0], result.text
+
+
+def test_rank_that_never_comes_to_mpi() -> None:
+    """Where a rank never gets to MPI_Init, init on the others ends at the start deadline, and shows where it stood."""
+    program = """
+import os, sys, threading
+if os.environ["PMI_RANK"] == "1":
+    threading.Event().wait()
+import butter_mpi
+butter_mpi.init(plane="host", fault=butter_mpi.FaultPolicy(start_deadline=2))
+"""
+    result = run_job(2, program, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+    assert "_start_mpi_or_end_this_process_at_the_start_deadline" in result.rank_err[0], result.text

@@ -105,9 +105,18 @@ def alone() -> bool:
     return os.environ.get(ALONE) == "1"
 
 
+def _ours(path: str) -> bool:
+    """Whether a file is this user's; other people's come and go, and are none of our business."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
 def listing() -> frozenset[str]:
-    """Return what is in the shared folders now."""
-    return frozenset(f"{place}/{name}" for place in PLACES for name in os.listdir(place))
+    """Return what this user has in the shared folders now."""
+    paths = (f"{place}/{name}" for place in PLACES for name in os.listdir(place))
+    return frozenset(path for path in paths if _ours(path))
 
 
 def _used_paths() -> set[str]:
