@@ -138,7 +138,7 @@ def test_nothing_found_tells_every_place(monkeypatch: pytest.MonkeyPatch) -> Non
         find_library({})
     places = ["NCCL_LIBRARY", "this process", "the NVIDIA wheel (no-such-wheel is not installed)", "the system loader"]
     assert [tried.startswith(place) for tried, place in zip(caught.value.tried, places, strict=True)] == [True] * 4
-    assert "butter_mpi[cu13]" in caught.value.message
+    assert "pip install nvidia-nccl-cu13" in caught.value.message
 
 
 def test_loader_cache_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
