@@ -287,7 +287,9 @@ class Control:
                 return False
         except self._mpi.Exception as error:
             del self._receives[peer]
-            self._break(peer, {"error": "PeerLostError", "text": f"MPI lost rank {peer}: {error}", "lost": [peer]})
+            self._break(
+                peer, {"error": "PeerLostError", "text": f"MPI lost rank {peer}: {error}", "lost": [peer], "here": True}
+            )
             return True
         (buffer,) = ticket.buffers
         end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")

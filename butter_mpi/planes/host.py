@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from butter_mpi.collectives import Operation
-from butter_mpi.control import Control, Overdue, Ticket, Watch, duplicate
+from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.findings import ranks_text
@@ -29,6 +29,7 @@ from butter_mpi.planes.waiting import Waiting, error_from, notice_of
 __all__ = ["HostPlane"]
 
 _STAGE_BYTES = 8 << 20
+_GRACE = 0.5
 _TAG = 1
 _TAGS = 1 << 14
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
@@ -265,6 +266,16 @@ class HostPlane(Plane):
         # Best effort: a rank that MPI cannot reach any more needs no notice.
         with contextlib.suppress(self._mpi.Exception):
             self._control.send(self._control.peers, "broken", notice_of(cause))
+
+    def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
+        """Return the error that names the rank, if MPI says of one in a moment that it lost it."""
+        watch, pause = Watch(_GRACE), Pause()
+        while self._control.broken is None and not watch.tick():
+            self._control.pump()
+            pause()
+        if self._control.broken is not None:
+            return error_from(self.who, *self._control.broken)
+        return super()._failed(record, error)
 
     def _ended(self) -> bool:
         return bool(self._mpi.Is_finalized())

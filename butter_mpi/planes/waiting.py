@@ -45,7 +45,8 @@ def error_from(who: str, peer: int, notice: Mapping[str, Any]) -> errors.Communi
         "records": {int(rank): text for rank, text in notice.get("records", {}).items()},
     }
     known = {name: facts[name] for name in facts if name in kind.FACTS}
-    error: errors.CommunicatorBrokenError = kind(f"{who}: told by rank {peer}: {notice['text']}", **known)
+    source = "" if notice.get("here") else f"told by rank {peer}: "
+    error: errors.CommunicatorBrokenError = kind(f"{who}: {source}{notice['text']}", **known)
     return error
 
 

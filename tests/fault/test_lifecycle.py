@@ -540,10 +540,14 @@ try:
     other.attempt_reconnect()
 except butter_mpi.CollectiveTimeoutError as error:
     say(f"late {other.is_healthy()}")
+try:
+    other.attempt_reconnect()
+except butter_mpi.CommunicatorBrokenError as error:
+    say(str(error))
 """
     result = run_job(2, HEAD + program, timeout=30)
     assert "left (1,) True" in result.rank_out[0] and "late False" in result.rank_out[0], result.text
-    assert result.rc != 0, result.text
+    assert result.rc != 0 and "an earlier one failed" in result.rank_out[0], result.text
 
 
 @pytest.mark.parametrize(
@@ -599,3 +603,22 @@ butter_mpi.init(plane="host", fault=butter_mpi.FaultPolicy(start_deadline=2))
     result = run_job(2, program, timeout=20)
     assert result.rc != 0 and result.seconds < 8, result.text
     assert "_start_mpi_or_end_this_process_at_the_start_deadline" in result.rank_err[0], result.text
+
+
+def test_dropped_communicator_is_told_at_the_next_start() -> None:
+    """The peers of a communicator that was dropped open are told of it when its owner starts another."""
+    program = """
+import gc, warnings
+warnings.simplefilter("ignore", ResourceWarning)
+comm = start(); comm.barrier()
+if RANK == 1:
+    del comm; gc.collect()
+other = start(); other.barrier()
+if RANK == 0:
+    try:
+        comm.barrier()
+    except butter_mpi.PeerLostError as error:
+        say(f"told {error.lost_ranks}")
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rank_out[0] == "told (1,)\n", result.text

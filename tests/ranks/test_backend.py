@@ -280,6 +280,8 @@ def test_add_kernel_can_be_taken_back(backend: CommBackend) -> None:
         (lambda b, p, s: b.send_to(p, 4, RANK, s), "needs its recv"),
         (lambda b, p, s: b.recv_from(p, 4, RANK, s), "needs its recv"),
         (lambda b, p, s: b.all_reduce_async(p, 4, s + 12345), "stream must be"),
+        (lambda b, p, s: b.send_to(p, 4, 0, s + 12345), "stream must be"),
+        (lambda b, p, s: b.recv_from(p, 4, 0, s + 12345), "stream must be"),
     ],
 )
 def test_refusals_poison_nothing(backend: CommBackend, memory: Memory, call, message: str) -> None:
@@ -316,7 +318,13 @@ def test_healthy_until_closed(comm: Communicator, memory: Memory) -> None:
     assert backend.is_healthy()
     comm.close()
     assert not backend.is_healthy()
-    for call in (backend.barrier, lambda: backend.all_reduce(memory.blank(2), 2), backend.group_start):
+    calls = (
+        backend.barrier,
+        lambda: backend.all_reduce(memory.blank(2), 2),
+        backend.group_start,
+        lambda: backend.register_buffer(memory.blank(2), 2),
+    )
+    for call in calls:
         with pytest.raises(CommunicatorClosedError, match="was closed"):
             call()
 

@@ -452,6 +452,7 @@ needs_peer = pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
     ("mine", "other"),
     [
         (lambda c: c.all_reduce(np.zeros(4, np.float32)), lambda c: c.all_reduce(np.zeros(8, ml_dtypes.bfloat16))),
+        (lambda c: c.all_reduce(np.zeros(4, np.float32)), lambda c: c.all_reduce(np.zeros(4, np.int32))),
         (lambda c: c.all_reduce(np.zeros(4)), lambda c: c.all_reduce(np.zeros(5))),
         (lambda c: c.all_reduce(np.zeros(4)), lambda c: c.all_reduce(np.zeros(4), op="max")),
         (lambda c: c.all_reduce(np.zeros(4)), lambda c: c.all_gather(np.zeros(4), np.zeros(4 * SIZE))),
@@ -459,7 +460,7 @@ needs_peer = pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
         (lambda c: c.barrier(), lambda c: c.all_gather_json(1)),
         (lambda c: c.barrier(), lambda c: c.send(np.zeros(4), 0)),
     ],
-    ids=["dtype", "count", "op", "operation", "root", "control plane", "pair"],
+    ids=["dtype and count", "dtype", "count", "op", "operation", "root", "control plane", "pair"],
 )
 def test_mismatch_is_named_everywhere(comm: Communicator, mine, other) -> None:
     """A rank that submits something else is named on every rank with both call sites; no data is exchanged."""
