@@ -33,7 +33,7 @@ from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.solo import SoloPlane
 from butter_mpi.settings import FaultPolicy, Settings
 
-__all__ = ["abort_job", "init", "load_mpi", "share_unique_id"]
+__all__ = ["abort_job", "init", "load_mpi", "share_unique_id", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
 _UNIQUE_ID_BYTES = 128
@@ -104,7 +104,7 @@ def init(
     **Collective**: every rank of `comm`. **Blocking**: until the communicator is made, at most the start deadline
     (default 60 s). Arguments that are not given are read from ``BUTTER_MPI_*`` variables.
     """
-    MPI = load_mpi(_start_deadline(fault))  # noqa: N806
+    MPI = load_mpi(start_deadline(fault))  # noqa: N806
     _check_mpi(MPI)
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -157,11 +157,24 @@ def _start_mpi_or_end_this_process_at_the_start_deadline(seconds: float) -> Any:
     return MPI
 
 
-def _start_deadline(fault: Any) -> float:
-    """Return the start deadline; where it is malformed the start itself will say so."""
+def start_deadline(fault: Any = None) -> float:
+    """Return the start deadline; where it is malformed the start itself will say so.
+
+    Parameters
+    ----------
+    fault : FaultPolicy, optional
+        What ``init`` was given; without it the variable counts, then the default.
+
+    Returns
+    -------
+    float
+        Seconds.
+    """
+    name = "BUTTER_MPI_START_DEADLINE"
+    given = {key: value for key, value in c_environment().items() if key == name}
     try:
-        return Settings.resolve(c_environment(), fault).start_deadline
-    except (TypeError, ValueError):
+        return Settings.resolve(given, fault).start_deadline
+    except (TypeError, ValueError, AttributeError):
         return Settings().start_deadline
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.settings import shown
 
-__all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "signature"]
+__all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "control_signature", "signature"]
 
 _INSIDE = ("butter_mpi.communicator", "butter_mpi.planes", "butter_mpi.lane", "contextlib")
 _LONGEST_SITE = 120
@@ -81,6 +81,11 @@ def signature(operation: Operation, number: int) -> dict[str, Any]:
         "root": operation.root,
         "at": operation.site,
     }
+
+
+def control_signature(kind: str, number: int, site: str) -> dict[str, Any]:
+    """Return the signature of what ranks do together over the control plane: it moves no data and takes no number."""
+    return {"n": number, "kind": kind, "count": 0, "dtype": "json", "op": None, "root": None, "at": site}
 
 
 def describe(record: Mapping[str, Any]) -> str:

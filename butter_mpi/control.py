@@ -223,8 +223,8 @@ class Control:
     """The control plane of one communicator: a mailbox of short messages from each peer, in order.
 
     A message is a kind and a JSON object. Kinds: ``op`` (a submission's signature), ``left`` (closed, all is well),
-    ``broken`` (poisoned, with the facts), ``ping`` and ``pong``. Messages of one peer arrive in the order in which they
-    were sent.
+    ``moved on`` (reconnected elsewhere), ``broken`` (poisoned, with the facts), ``ping`` and ``pong``. Messages of one
+    peer arrive in the order in which they were sent; after ``left`` or ``moved on`` none follows.
 
     Parameters
     ----------
@@ -243,6 +243,7 @@ class Control:
         self.seen: dict[int, dict[str, Any]] = {}
         self.left: dict[int, dict[str, Any]] = {}
         self.gone: dict[int, dict[str, Any]] = {}
+        self._moved_on: set[int] = set()
         self.broken: tuple[int, dict[str, Any]] | None = None
         self._receives: dict[int, Ticket] = {}
         self._sends: list[Ticket] = []
@@ -304,6 +305,8 @@ class Control:
             self.seen[peer] = body
         elif kind == "left":
             self.left[peer] = body
+        elif kind == "moved on":
+            self._moved_on.add(peer)
         elif kind == "ping":
             self.send([peer], "pong", {})
         elif kind == "pong":
@@ -365,7 +368,7 @@ class Control:
     def settled(self) -> bool:
         """Whether every peer has said its last word, so that no message can still be under way."""
         self.pump()
-        return len(self.left) == len(self.peers) and not self._sends
+        return self._moved_on | self.left.keys() == set(self.peers) and not self._sends
 
     def retire(self) -> None:
         """Stop listening (receives can be cancelled); unsent messages stay with MPI."""

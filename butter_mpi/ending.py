@@ -98,7 +98,9 @@ class Ending:
 
     def leave(self, how: str = "closed at exit") -> None:
         """Say goodbye to the peers of every open communicator, then end the job if MPI_Finalize would hang."""
-        if self.forked or self._mpi.Is_finalized():
+        if self.forked:
+            self._leave_child()
+        if self._mpi.Is_finalized():
             return
         unsafe = True
         try:
@@ -111,6 +113,19 @@ class Ending:
             self.abort_job(self._status or _STATUS)
         retire_all()
 
+    def _leave_child(self) -> NoReturn:
+        """End a forked child here: MPI_Finalize, which mpi4py calls next, would hang or disturb the parent.
+
+        The status that the program asked for cannot be known at this point; one that it did not ask for must not be 0.
+        """
+        say(
+            f"process {os.getpid()} is a forked child of a process that runs MPI and cannot end through MPI_Finalize; "
+            f"it ends here, with status {_STATUS}. End such a child with os._exit(status), or start it with "
+            "multiprocessing, which does that"
+        )
+        _flush()
+        os._exit(_STATUS)
+
     def _goodbye(self, how: str) -> bool:
         """Close what is open; returns whether MPI_Finalize would hang."""
         error = _uncaught()
@@ -121,6 +136,9 @@ class Ending:
                 continue
             several = plane.world_size() > 1
             unsafe = unsafe or (several and (plane.health.cause is not None or error is not None))
+            if several and plane.health.cause is not None and error is None:
+                first_line = plane.health.cause.message.splitlines()[0]
+                say(f"leaving with a broken communicator that nobody closed; the job is ended. It broke: {first_line}")
             if plane.in_flight:
                 unsafe = True
                 say(f"{plane.who}: leaving while another thread is in {plane.in_flight}; the job is ended")
@@ -137,9 +155,7 @@ class Ending:
     def abort_job(self, status: int) -> NoReturn:
         """End every rank of the job; bounded by an alarm, as MPI_Abort can itself wait in a partition."""
         _arm()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _flush()
         with contextlib.suppress(Exception):
             # An aborted MPI leaves them behind.
             _unlink_mapped(_SEGMENTS)
@@ -148,6 +164,12 @@ class Ending:
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
                 self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def _arm() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from butter_mpi.collectives import RULES, Operation, call_site, describe, signature
+from butter_mpi.collectives import RULES, Operation, call_site, control_signature, describe, signature
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import ButterError, CommunicatorBrokenError, PeerLostError, text_of
 from butter_mpi.lane import LANE, Health
@@ -21,8 +21,6 @@ HOST_STREAM = 0
 
 Numbered = tuple[Operation, dict[str, Any]]
 _CLOSE_PATIENCE = 1.0
-_LISTENING = {"kind": "listening", "count": 0, "dtype": "uint8", "op": None, "root": None, "at": "is_healthy"}
-_RECONNECT = {**_LISTENING, "kind": "attempt_reconnect", "at": "attempt_reconnect"}
 _LARGEST = 2**63
 
 
@@ -120,8 +118,7 @@ class Plane(ABC):
 
     def all_gather_json(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload over the control plane; compared like an operation, it takes no number."""
-        record = {"n": self.sequence, "kind": "all_gather_json", "count": 1, "dtype": "json", "op": None, "root": None}
-        record["at"] = call_site()
+        record = control_signature("all_gather_json", self.sequence, call_site())
         with LANE.held(self.who, "all_gather_json", self.deadline):
             self._check("all_gather_json")
             if self._group is not None:
@@ -398,7 +395,7 @@ class Plane(ABC):
         """Return whether the next operation would be taken, by what is known now."""
         with LANE.tried() as held:
             if held and self._usable() and not self.in_flight:
-                with self._poisoning({**_LISTENING, "n": self.sequence}):
+                with self._poisoning(control_signature("listening", self.sequence, "is_healthy")):
                     self._listen()
         return self._usable()
 
@@ -419,7 +416,7 @@ class Plane(ABC):
             if self._group is not None:
                 raise ValueError(f"{self.who}: attempt_reconnect inside a group; end it first")
             self._handles.clear()
-            with self._poisoning({**_RECONNECT, "n": self.sequence}):
+            with self._poisoning(control_signature("attempt_reconnect", self.sequence, call_site())):
                 self._reconnect()
             self.health.cause = None
 

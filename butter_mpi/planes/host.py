@@ -286,13 +286,17 @@ class HostPlane(Plane):
             self.poison(error_from(self.who, *self._control.broken))
 
     def _release(self) -> None:
-        if self.health.cause is not None:
-            self._control.retire()
-            return
-        why = f"closed its communicator after {self.last or 'no operation'}"
+        self._retire("left", {"why": f"closed its communicator after {self.last or 'no operation'}"})
+
+    def _retire(self, last_word: str, body: dict[str, Any]) -> None:
+        """Say the last word on the control communicator, which goes as soon as every peer has said its own.
+
+        What broke may have left data under way, which no later communicator may meet: its data communicator stays.
+        """
         with contextlib.suppress(self._mpi.Exception):
-            self._control.send(self._control.peers, "left", {"why": why})
-        _RETIRING.append((self._control, (self._data, self._reserve)))
+            self._control.send(self._control.peers, last_word, body)
+        idle = (self._reserve,) if self.health.cause is not None else (self._data, self._reserve)
+        _RETIRING.append((self._control, tuple(comm for comm in idle if comm is not None)))
         sweep()
 
     def _reconnect(self) -> None:
@@ -313,7 +317,7 @@ class HostPlane(Plane):
                 phase="reconnect",
                 elapsed=error.elapsed,
             ) from error
-        self._control.retire()
+        self._retire("moved on", {})
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, reserve
         self.sequence = max(sequence for sequence, _ in numbers)

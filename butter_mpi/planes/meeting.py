@@ -51,7 +51,8 @@ class Meeting:
         self._open = {peer: list(records) for peer, records in mine.items() if records}
         for peer, records in self._open.items():
             for record in records:
-                control.send([peer], "op", {**record, "group": len(records) > 1})
+                marks = {"group": len(records) > 1, "last": record is records[-1]}
+                control.send([peer], "op", {**record, **marks})
 
     def missing(self) -> dict[int, Record]:
         """Return the peers that have not come to everything, each with this rank's first record that waits for it."""
@@ -89,7 +90,14 @@ class Meeting:
             if not self._open[peer]:
                 del self._open[peer]
                 break
+        self._check_deadlock(peer, waiting)
         return matched
+
+    def _check_deadlock(self, peer: int, waiting: Waiting) -> None:
+        """Raise where this rank's submission and the peer's whole group each wait for what comes after the other."""
+        left = self._control.inbox[peer]
+        if peer in self._open and left and self._control.seen[peer]["last"]:
+            raise self._mismatch(waiting, self._open[peer][0], peer, left[0])
 
     def _mismatch(self, waiting: Waiting, own: Record, peer: int, theirs: Record) -> CollectiveMismatchError:
         """Return the error, after a short grace in which the other ranks' records may still come in."""

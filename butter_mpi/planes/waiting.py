@@ -67,11 +67,9 @@ class Waiting:
 
     def __init__(self, control: Control, who: str, limit: float | None, check: Callable[[], None]) -> None:
         self._control, self._who, self._check = control, who, check
-        self._watch = Watch(limit)
-        self._broken: Watch | None = None
+        self._limit = limit
         self._pause = Pause()
-        self._warn_at = _FIRST_WARNING
-        self._pinged = False
+        self.restart()
 
     @property
     def elapsed(self) -> float:
@@ -98,7 +96,8 @@ class Waiting:
 
     def restart(self) -> None:
         """Begin the wait anew: data has moved, so whoever is waited for is alive and at it."""
-        self._watch, self._broken = Watch(self._watch.limit), None
+        self._watch = Watch(self._limit)
+        self._broken: Watch | None = None
         self._warn_at = _FIRST_WARNING
         self._pinged = False
 
@@ -135,10 +134,10 @@ class Waiting:
         absent = list(missing) or self._control.silent()
         if self._watch.tick():
             raise self._overdue(record, absent)
-        if self._watch.limit is not None and not missing and not self._pinged and self.elapsed >= _PING_AT:
+        if self._limit is not None and not missing and not self._pinged and self.elapsed >= _PING_AT:
             self._pinged = True
             self._control.ping()
-        if self._watch.limit is not None and self.elapsed >= self._warn_at:
+        if self._limit is not None and self.elapsed >= self._warn_at:
             self._warn_at *= 2
             _LOG.warning("%s: has waited %.0f s for %s", self.text(record), self.elapsed, self._positions(absent))
         if moved:
@@ -156,7 +155,7 @@ class Waiting:
 
     def _overdue(self, record: Mapping[str, Any], missing: Sequence[int]) -> errors.CollectiveTimeoutError:
         return errors.CollectiveTimeoutError(
-            f"{self.text(record)}: no answer within {self.elapsed:.1f} s (collective deadline {self._watch.limit:g} s) "
+            f"{self.text(record)}: no answer within {self.elapsed:.1f} s (collective deadline {self._limit:g} s) "
             f"from {self._positions(missing)}. Look at what is missing there, or set a longer collective_deadline",
             elapsed=self.elapsed,
             **self.facts(record, missing),

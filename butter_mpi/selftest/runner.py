@@ -72,7 +72,7 @@ def run(options: Options, usage: str, speaks: bool, policy_set: dict[str, str], 
     out, json_out = _outputs(options.json)
     job = _Job(options, usage, speaks, policy_set, time.monotonic(), when, out, json_out, instead)
     phases = Phases()
-    seconds = start.deadline(options)
+    seconds = bootstrap.start_deadline()
     try:
         with phases.measured("mpi"):
             mpi = start.load_mpi(seconds)

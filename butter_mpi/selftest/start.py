@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,8 @@ from butter_mpi.ending import ENDING
 from butter_mpi.errors import ButterError, StartTimeoutError
 from butter_mpi.findings import grouped
 from butter_mpi.selftest.options import REFUSED, USAGE, Options
-from butter_mpi.settings import Settings
 
-__all__ = ["Phases", "Refused", "Together", "agree_on_options", "connect", "deadline", "load_mpi", "prefixed"]
+__all__ = ["Phases", "Refused", "Together", "agree_on_options", "connect", "load_mpi", "prefixed"]
 
 
 class Refused(Exception):
@@ -49,14 +47,6 @@ class Phases:
 def prefixed(who: str, text: str) -> str:
     """Return `text` with the rank before each line, as lines of several ranks mix on a terminal."""
     return "".join(f"{who}: {line}\n" for line in text.rstrip().splitlines())
-
-
-def deadline(options: Options) -> float:
-    """Return the start deadline; where a variable is malformed the start itself will say so."""
-    try:
-        return Settings.resolve(os.environ, start_deadline=options.start_deadline).start_deadline
-    except ValueError:
-        return options.start_deadline or Settings().start_deadline
 
 
 def load_mpi(seconds: float) -> Any:

@@ -376,6 +376,26 @@ comm.barrier(); comm.close(); say("done")
     assert result.rc == 0 and all("worker" in out and "done" in out for out in result.rank_out), result.text
 
 
+@every_launcher
+@pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "raise ValueError('child')", "MPI.Finalize()"])
+def test_forked_child_never_comes_to_finalize(mpi: str, end: str) -> None:
+    """A forked child that does not end by os._exit is ended with a failure and the reason; its parent goes on."""
+    program = f"""
+comm = start(); comm.barrier()
+child = os.fork()
+if child == 0:
+    print("buffered")
+    {end}
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+comm.barrier(); comm.close(); say("done")
+"""
+    result = run_job(2, HEAD + program, mpi=mpi, timeout=20)
+    assert result.rc == 0, result.text
+    for out, err in zip(result.rank_out, result.rank_err, strict=True):
+        assert "buffered" in out and "done" in out and "os._exit(status)" in err, result.text
+
+
 def test_import_makes_no_context_in_the_parent() -> None:
     """Importing the package and its doctor leaves MPI, CUDA and NCCL alone, so that a fork afterwards is safe."""
     program = """
@@ -548,6 +568,41 @@ except butter_mpi.CommunicatorBrokenError as error:
     result = run_job(2, HEAD + program, timeout=30)
     assert "left (1,) True" in result.rank_out[0] and "late False" in result.rank_out[0], result.text
     assert result.rc != 0 and "an earlier one failed" in result.rank_out[0], result.text
+
+
+def test_reconnect_where_one_gave_up() -> None:
+    """A rank that closes its broken communicator tells those that reconnect: they do not wait for the deadline."""
+    program = """
+comm = start(start_deadline=30)
+try:
+    comm.all_reduce(np.zeros(1 + RANK))
+except butter_mpi.CollectiveMismatchError:
+    pass
+if RANK == 1:
+    comm.close(); say("gave up"); sys.exit(0)
+begin = time.monotonic()
+try:
+    comm.attempt_reconnect()
+except butter_mpi.PeerLostError as error:
+    say(f"told of {error.lost_ranks} {time.monotonic() - begin < 5} {error}")
+comm.close()
+"""
+    result = run_job(2, HEAD + program, timeout=40)
+    assert "told of (1,) True" in result.rank_out[0] and "closed its communicator" in result.rank_out[0], result.text
+
+
+@every_launcher
+def test_mismatch_caught_and_left_open(mpi: str) -> None:
+    """A job that leaves a broken communicator open fails, and says why also where the program caught the error."""
+    program = """
+comm = start()
+try:
+    comm.all_reduce(np.zeros(1 + RANK))
+except butter_mpi.CollectiveMismatchError:
+    say("caught")
+"""
+    result = run_job(2, HEAD + program, mpi=mpi, timeout=20)
+    assert result.rc != 0 and "that nobody closed" in result.text and "all_reduce #1" in result.text, result.text
 
 
 @pytest.mark.parametrize(

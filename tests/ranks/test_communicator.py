@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -162,6 +163,37 @@ def test_other_collective_inside_a_group_is_a_mismatch(comm: Communicator) -> No
     with pytest.raises(CollectiveMismatchError) as caught:
         group()
     assert set(caught.value.records) == set(range(SIZE))
+    comm.attempt_reconnect()
+    comm.barrier()
+
+
+GROUPS_THAT_WAIT_IN_VAIN = {
+    "send and recv, collectives": (("send", "recv"), ("sum", "sum")),
+    "send, send": (("send", "send"), ("send", "send")),
+    "the last one of a group is met, an earlier one is not": (("send", "send", "recv"), ("send", "send")),
+}
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
+@pytest.mark.parametrize("scene", GROUPS_THAT_WAIT_IN_VAIN)
+def test_groups_that_wait_in_vain_are_told_at_once(comm: Communicator, scene: str) -> None:
+    """Two groups of which neither can end before the other are a mismatch, not a wait for the deadline."""
+    token, peer = np.zeros(1), RANK ^ 1 if (RANK ^ 1) < SIZE else 0
+    calls = {
+        "send": lambda: comm.send(token, peer),
+        "recv": lambda: comm.recv(np.zeros(1), peer),
+        "sum": lambda: comm.all_reduce(np.zeros(1)),
+    }
+
+    def group() -> None:
+        with comm.group():
+            for name in GROUPS_THAT_WAIT_IN_VAIN[scene][RANK % 2]:
+                calls[name]()
+
+    began = time.monotonic()
+    with pytest.raises(CommunicatorBrokenError):
+        group()
+    assert time.monotonic() - began < 5
     comm.attempt_reconnect()
     comm.barrier()
 
