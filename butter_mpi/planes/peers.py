@@ -1,0 +1,191 @@
+"""What every plane with peers shares: the control plane, the last word, and the way back after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
+from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
+from butter_mpi.findings import ranks_text
+from butter_mpi.planes.base import Numbered, Plane
+from butter_mpi.planes.meeting import Meeting
+from butter_mpi.planes.waiting import Waiting, error_from, notice_of
+
+__all__ = ["PeerPlane", "Task"]
+
+_GRACE = 0.5
+_RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
+
+Task = Iterator[bool]
+"""A transfer: yields whether it has moved on since the last look."""
+
+
+def sweep() -> None:
+    """Free the communicators of closed planes whose every rank has said goodbye."""
+    for entry in list(_RETIRING):
+        control, others = entry
+        if control.settled():
+            _RETIRING.remove(entry)
+            control.free()
+            for comm in others:
+                comm.Free()
+
+
+class PeerPlane(Plane):
+    """A plane of several ranks, which tell one another over MPI what they submit and what broke.
+
+    Parameters
+    ----------
+    comms : tuple of three mpi4py communicators
+        Duplicates that nobody else uses: control, data, and one in reserve for a reconnect.
+    mpi : module
+        ``mpi4py.MPI``.
+    start_deadline : float
+        Seconds that a reconnect may take.
+    **options
+        Of ``Plane``.
+    """
+
+    def __init__(self, comms: tuple[Control, Any, Any], mpi: Any, *, start_deadline: float, **options: Any) -> None:
+        self._control, self._data, self._reserve = comms
+        self._mpi, self._start_deadline = mpi, start_deadline
+        super().__init__(self._control.rank, self._control.size, **options)
+        self._transport_errors = (mpi.Exception,)
+        sweep()
+
+    # -- meeting -----------------------------------------------------------------------------------------------------
+
+    def _records(self, numbered: Sequence[Numbered]) -> dict[int, list[dict[str, Any]]]:
+        """Return, for each peer, what this rank tells it."""
+        return {
+            peer: [record for operation, record in numbered if operation.peer in (None, peer)]
+            for peer in self._control.peers
+        }
+
+    def _when_met(self, record: dict[str, Any], meeting: Meeting, data: Task) -> Task:
+        while not meeting.met(record):
+            yield False
+        yield from data
+
+    def _finish(self, tasks: list[Task], meeting: Meeting, record: dict[str, Any], limit: float | None) -> None:
+        """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
+        waiting = Waiting(self._control, self.who, limit, lambda: self.health.check(self.who, record["kind"]))
+        while tasks:
+            came = waiting.take()
+            came = meeting.match(waiting) or came
+            steps = [(task, next(task, None)) for task in tasks]
+            tasks = [task for task, step in steps if step is not None]
+            moved = any(step for _, step in steps)
+            if moved:
+                waiting.restart()
+            if tasks:
+                waiting.look(record, meeting.missing(), moved or came)
+
+    def _wait(self, buffers: tuple[Any, ...], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Task:
+        """Start a request on `buffers` and yield until it is done."""
+        ticket = Ticket(*buffers).start(call, *args, **kwargs)
+        while not ticket.done():
+            yield False
+        yield True
+
+    # -- control plane -----------------------------------------------------------------------------------------------
+
+    def _raw(self, array: npt.NDArray[Any]) -> list[Any]:
+        return [array.view(np.uint8), self._mpi.BYTE]
+
+    def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
+        meeting = Meeting(self._control, {peer: [record] for peer in self._control.peers})
+        gathered: list[bytes] = []
+        self._finish([self._when_met(record, meeting, self._gather(payload, gathered))], meeting, record, self.deadline)
+        return gathered
+
+    def _gather(self, payload: bytes, gathered: list[bytes]) -> Task:
+        lengths, own = np.empty(self._world_size, np.int64), np.array([len(payload)])
+        yield from self._wait((own, lengths), self._data.Iallgather, self._raw(own), self._raw(lengths))
+        stage = np.frombuffer(payload.ljust(int(lengths.max()), b"\0"), np.uint8)
+        blocks = np.empty((self._world_size, stage.size), np.uint8)
+        yield from self._wait((stage, blocks), self._data.Iallgather, self._raw(stage), self._raw(blocks))
+        gathered.extend(block[:n].tobytes() for block, n in zip(blocks, lengths, strict=True))
+
+    def _announce(self, cause: CommunicatorBrokenError) -> None:
+        if self._control.broken is not None:
+            return
+        # Best effort: a rank that MPI cannot reach any more needs no notice.
+        with contextlib.suppress(self._mpi.Exception):
+            self._control.send(self._control.peers, "broken", notice_of(cause))
+
+    def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
+        """Return the error that names the rank, if MPI says of one in a moment that it lost it."""
+        watch, pause = Watch(_GRACE), Pause()
+        while self._control.broken is None and not watch.tick():
+            self._control.pump()
+            pause()
+        if self._control.broken is not None:
+            return error_from(self.who, *self._control.broken)
+        return super()._failed(record, error)
+
+    def _ended(self) -> bool:
+        return bool(self._mpi.Is_finalized())
+
+    def _listen(self) -> None:
+        self._control.pump()
+        if self._control.broken is not None:
+            self.poison(error_from(self.who, *self._control.broken))
+
+    def _release(self) -> None:
+        self._retire("left", {"why": f"closed its communicator after {self.last or 'no operation'}"})
+
+    def _retire(self, last_word: str, body: dict[str, Any]) -> None:
+        """Say the last word on the control communicator, which goes as soon as every peer has said its own.
+
+        What broke may have left data under way, which no later communicator may meet: its data communicator stays.
+        """
+        with contextlib.suppress(self._mpi.Exception):
+            self._control.send(self._control.peers, last_word, body)
+        idle = (self._reserve,) if self.health.cause is not None else (self._data, self._reserve)
+        _RETIRING.append((self._control, tuple(comm for comm in idle if comm is not None)))
+        sweep()
+
+    def _reconnect(self) -> None:
+        if self._reserve is None:
+            raise CommunicatorBrokenError(f"{self.who}: attempt_reconnect: an earlier one failed; only a new job helps")
+        reserve, self._reserve = self._reserve, None
+        watch = Watch(self._start_deadline)
+        try:
+            control = Control(duplicate(reserve, self._mpi, watch, self._everybody_there), self._mpi)
+            data = duplicate(reserve, self._mpi, watch, self._everybody_there)
+            own = struct.pack("<qq", self.sequence, max(self._pairs.values(), default=0))
+            every = control.all_gather(own, watch, "agreeing on the sequence", self._everybody_there)
+        except Overdue as error:
+            raise CollectiveTimeoutError(
+                f"{self.who}: attempt_reconnect: not every rank came within {error.elapsed:.1f} s ({error.phase}). "
+                "Every rank must call it together",
+                operation="attempt_reconnect",
+                phase="reconnect",
+                elapsed=error.elapsed,
+            ) from error
+        self._retire("moved on", {})
+        numbers = [struct.unpack("<qq", x) for x in every]
+        self._control, self._data, self._reserve = control, data, reserve
+        self.sequence = max(sequence for sequence, _ in numbers)
+        self._pairs.clear()
+        self._pairs_from = max(pair for _, pair in numbers)
+
+    def _everybody_there(self) -> None:
+        """Raise where a rank has left for good: nobody can reconnect without it."""
+        self._control.pump()
+        gone = sorted({*self._control.left, *self._control.gone})
+        if gone:
+            why = self._control.gone.get(gone[0], {}).get("text") or self._control.left[gone[0]]["why"]
+            raise PeerLostError(
+                f"{self.who}: attempt_reconnect: {ranks_text(gone)} left: {why}; every rank must take part",
+                lost_ranks=tuple(gone),
+                operation="attempt_reconnect",
+                phase="reconnect",
+            )
