@@ -104,7 +104,10 @@ class Ending:
             return
         unsafe = True
         try:
-            unsafe = self._goodbye(how) or unfinished()
+            unsafe = self._goodbye(how)
+            if not unsafe and unfinished():
+                unsafe = True
+                say("leaving: MPI would wait for data of an operation that broke; the job is ended")
         except Exception as error:
             say(f"leaving: {text_of(error)}; the job is ended")
         if unsafe:

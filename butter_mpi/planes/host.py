@@ -7,7 +7,6 @@ user's memory, and no count is too large for any MPI.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,7 +89,11 @@ class HostPlane(PeerPlane):
             elif operation.peer != self._rank:
                 data = getattr(self, f"_{operation.kind}")(operation, _TAG + record["n"] % _TAGS)
                 tasks.append(self._when_met(record, meeting, data))
-        return [*tasks, itertools.chain.from_iterable(collectives)]
+        return [*tasks, self._one_after_another(collectives)]
+
+    def _one_after_another(self, tasks: Sequence[Task]) -> Task:
+        for task in tasks:
+            yield from task
 
     def _pieces(self, operation: Operation, blocks: int) -> Iterator[tuple[int, int]]:
         """Yield (first element, elements) of pieces of a block, so that `blocks` of them fit the staging size."""
@@ -148,7 +151,7 @@ class HostPlane(PeerPlane):
     def _recv(self, operation: Operation, tag: int) -> Task:
         for first, count in self._pieces(operation, 1):
             stage = np.empty(count, numpy_dtype(operation.dtype))
-            yield from self._wait((stage,), self._data.Irecv, self._raw(stage), source=operation.peer, tag=tag)
+            yield from self._wait_for_receive(stage, source=operation.peer, tag=tag)
             at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)[:] = stage
 
     # -- element types -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ __all__ = ["PeerPlane", "Task"]
 _GRACE = 0.5
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 
-Task = Iterator[bool]
+Task = Generator[bool, None, None]
 """A transfer: yields whether it has moved on since the last look."""
 
 
@@ -76,22 +76,37 @@ class PeerPlane(Plane):
     def _finish(self, tasks: list[Task], meeting: Meeting, record: dict[str, Any], limit: float | None) -> None:
         """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
         waiting = Waiting(self._control, self.who, limit, lambda: self.health.check(self.who, record["kind"]))
-        while tasks:
-            came = waiting.take()
-            came = meeting.match(waiting) or came
-            steps = [(task, next(task, None)) for task in tasks]
-            tasks = [task for task, step in steps if step is not None]
-            moved = any(step for _, step in steps)
-            if moved:
-                waiting.restart()
-            if tasks:
-                waiting.look(record, meeting.missing(), moved or came)
+        try:
+            while tasks:
+                came = waiting.take()
+                came = meeting.match(waiting) or came
+                steps = [(task, next(task, None)) for task in tasks]
+                tasks = [task for task, step in steps if step is not None]
+                moved = any(step for _, step in steps)
+                if moved:
+                    waiting.restart()
+                if tasks:
+                    waiting.look(record, meeting.missing(), moved or came)
+        finally:
+            for task in tasks:
+                task.close()
 
     def _wait(self, buffers: tuple[Any, ...], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Task:
         """Start a request on `buffers` and yield until it is done."""
         ticket = Ticket(*buffers).start(call, *args, **kwargs)
         while not ticket.done():
             yield False
+        yield True
+
+    def _wait_for_receive(self, buffer: Any, **kwargs: Any) -> Task:
+        """Receive into `buffer` and yield until it is there; given up, the receive is cancelled."""
+        ticket = Ticket(buffer).start(self._data.Irecv, self._raw(buffer), **kwargs)
+        try:
+            while not ticket.done():
+                yield False
+        except GeneratorExit:
+            ticket.cancel()
+            raise
         yield True
 
     # -- control plane -----------------------------------------------------------------------------------------------

@@ -591,6 +591,63 @@ comm.close()
     assert "told of (1,) True" in result.rank_out[0] and "closed its communicator" in result.rank_out[0], result.text
 
 
+DATA_FIRST = """
+from butter_mpi.control import Control, Ticket
+comm = start(); comm.barrier()
+other = 1 - RANK
+tell, begin = Control.send, Ticket.start
+def send(self, peers, kind, body):
+    tell(self, peers, kind, body)
+    if RANK == 1 and kind == "op":
+        Control.send = tell
+        MPI.COMM_WORLD.recv()  # rank 0 hears of the second operation only after it has begun the first
+def start_and_say(self, *args, **kwargs):
+    begun = begin(self, *args, **kwargs)
+    if RANK == 0 and self.counts:
+        Ticket.start = begin
+        MPI.COMM_WORLD.send(None, 1)
+    return begun
+Control.send, Ticket.start = send, start_and_say
+"""
+
+
+@every_launcher
+def test_receive_that_a_mismatch_gave_up(mpi: str) -> None:
+    """A receive that was posted before its group broke does not hold up the end of a job that recovered."""
+    program = """
+try:
+    with comm.group():
+        if RANK:
+            comm.send(np.zeros(1), other); comm.send(np.zeros(1), other)
+        else:
+            comm.recv(np.zeros(1), other); comm.recv(np.zeros(2), other)
+except butter_mpi.CollectiveMismatchError:
+    say("caught")
+comm.attempt_reconnect(); comm.barrier(); comm.close(); say("done")
+"""
+    result = run_job(2, HEAD + DATA_FIRST + program, mpi=mpi, timeout=30)
+    assert result.rc == 0 and result.rank_out == ["caught\ndone\n"] * 2, result.text
+
+
+@every_launcher
+def test_data_that_a_mismatch_gave_up(mpi: str) -> None:
+    """A send that nobody will receive cannot be taken back: the job is ended, with the reason."""
+    program = """
+try:
+    with comm.group():
+        if RANK:
+            comm.recv(np.zeros(2**20), other); comm.recv(np.zeros(1), other)
+        else:
+            comm.send(np.zeros(2**20), other); comm.send(np.zeros(2), other)
+except butter_mpi.CollectiveMismatchError:
+    say("caught")
+comm.attempt_reconnect(); comm.barrier(); comm.close(); say("done")
+"""
+    result = run_job(2, HEAD + DATA_FIRST + program, mpi=mpi, timeout=30)
+    assert result.rank_out == ["caught\ndone\n"] * 2, result.text
+    assert result.rc != 0 and "data of an operation that broke" in result.text, result.text
+
+
 @every_launcher
 def test_mismatch_caught_and_left_open(mpi: str) -> None:
     """A job that leaves a broken communicator open fails, and says why also where the program caught the error."""
