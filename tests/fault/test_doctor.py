@@ -33,6 +33,15 @@ mapped = {line.split("/")[-1].strip() for line in open("/proc/self/maps") if ".s
 print([name for name in mapped if name.startswith(("libmpi", "libnccl", "libcuda", "libnvidia"))])
 """
 
+# Runs the doctor as an ordinary user of a machine with systemd, with one configuration file.
+LOG_OUT = """
+import functools, os, sys
+from butter_mpi import doctor, machine
+os.getuid = lambda: 1000
+machine.remove_ipc = functools.partial(machine.remove_ipc, running=os.getcwd(), files=[sys.argv[1]])
+doctor.main([])
+"""
+
 
 @pytest.fixture
 def doctor(tmp_path: Path) -> Callable[..., dict[str, Any]]:
@@ -180,3 +189,17 @@ def test_an_mpirun_of_another_mpi_on_path_is_named(doctor: Callable[..., Any]) -
     (warning,) = page["MPI"]["warnings"]
     assert "this mpirun is of Open MPI" in warning
     assert str(Path(sys.executable).parent / "mpirun") in warning
+
+
+@pytest.mark.parametrize(("value", "warned"), [("yes", True), ("no", False)])
+def test_shared_memory_that_goes_at_log_out_is_warned_of(tmp_path: Path, value: str, warned: bool) -> None:
+    """Where systemd would remove shared memory under a running job the page says so, with the remedy; else nothing."""
+    file = tmp_path / "logind.conf"
+    file.write_text(f"[Login]\nRemoveIPC={value}\n")
+    command = [sys.executable, "-c", LOG_OUT, str(file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+    lines = done.stdout.splitlines()
+    assert f"  RemoveIPC: RemoveIPC={value} ({file})" in lines
+    warning = [line for line in lines if line.startswith("  ! systemd removes shared memory of this user at log-out")]
+    assert len(warning) == warned
+    assert all("set RemoveIPC=no in /etc/systemd/logind.conf" in line for line in warning)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.libnccl_files import NcclFiles, real_library
 from helpers.mpirun import MPIS, JobResult, run_job, start_job
 from helpers.receipts import receipt
 
@@ -45,6 +46,25 @@ def noisy(context):
     os.system("echo from a child")
     yield from ()
 runner.CHECKS = (checks.Check(1, "noisy", "it prints", noisy), *runner.CHECKS[:2])
+"""
+
+# The selftest as a person starts it, which tells what the C environment has when a library is about to be loaded.
+WATCHED = """
+import ctypes, os, runpy, sys
+
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+seen = set()
+
+def watch(event, arguments):
+    name = os.path.basename(str(arguments[0])) if event in ("import", "ctypes.dlopen") else ""
+    if name in ("numpy", "mpi4py.MPI", "libnccl.so.2") and name not in seen:
+        seen.add(name)
+        print(name, getenv(b"NCCL_IB_TIMEOUT"), getenv(b"NCCL_IB_RETRY_CNT"), flush=True)
+
+sys.addaudithook(watch)
+sys.argv[1:] = ["--plane", "nccl"]
+runpy.run_module("butter_mpi.selftest", run_name="__main__", alter_sys=True)
 """
 
 
@@ -276,6 +296,16 @@ def test_another_policy_is_refused_on_nccl() -> None:
     assert statuses(result) == ["3", "3"], result.text
     assert 'NCCL_IB_TIMEOUT must be "10"' in told(result)[0]
     assert "NCCL_IB_RETRY_CNT must" not in told(result)[0]
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_policy_is_set_before_any_library_is_loaded(mpi: str, tmp_path: Path) -> None:
+    """When NumPy, MPI and NCCL are loaded, each in its turn, the C environment has both policy variables already."""
+    library = NcclFiles(real_library(), tmp_path).copy()
+    result = run_job(2, WATCHED, mpi=mpi, env={"NCCL_LIBRARY": str(library)}, timeout=40)
+    for out in result.rank_out:
+        loaded = dict(line.split(" ", 1) for line in out.splitlines())
+        assert loaded == dict.fromkeys(("numpy", "mpi4py.MPI", "libnccl.so.2"), "b'10' b'1'"), result.text
 
 
 def test_required_transport_is_refused_on_host() -> None:

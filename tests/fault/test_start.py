@@ -38,6 +38,25 @@ print("hashed", len(library._DIGESTS), file=sys.stderr)
 sys.exit(status)
 """
 
+# A start on a machine that looks as if it had one GPU for each rank.
+WITH_DEVICES = """
+import butter_mpi
+from butter_mpi import cuda
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+device = {"uuid": f"GPU-{rank}", "name": "GPU", "pci": f"0000:0{rank}:00.0", "ordinal": 0}
+cuda.devices = lambda env: [device]
+try:
+    with butter_mpi.init() as comm:
+        said = f"started on plane {comm.plane}"
+except butter_mpi.NotSupportedError as error:
+    said = error.message
+with butter_mpi.init(plane="host") as comm:
+    comm.barrier()
+print(said)
+"""
+
 POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
 NCCL = {**POLICY, "BUTTER_MPI_PLANE": "nccl"}
 
@@ -272,3 +291,13 @@ def test_exception_of_one_rank_reaches_all(files: NcclFiles) -> None:
     env = {**NCCL, "NCCL_LIBRARY": str(files.copy())}
     text = refused(2, env=env, rank_env={1: {"BUTTER_MPI_TEST_BROKEN": "1"}})
     assert "rank 1: ZeroDivisionError: division by zero" in text
+
+
+@pytest.mark.parametrize("plane", ["auto", "nccl"])
+def test_nccl_plane_never_becomes_host(files: NcclFiles, plane: str) -> None:
+    """Where every rank could use nccl, chosen or by auto, every rank is refused; host must be asked for."""
+    env = {**POLICY, "NCCL_LIBRARY": str(files.copy()), "BUTTER_MPI_PLANE": plane}
+    result = run_job(2, WITH_DEVICES, env=env, timeout=30)
+    assert result.rc == 0, result.text
+    for out in result.rank_out:
+        assert out.startswith("the nccl plane is not in this version of butter_mpi; plane='host' "), result.text

@@ -246,6 +246,14 @@ def test_handles_belong_to_one_communicator(backend: CommBackend, memory: Memory
         backend.register_buffer(0, 4096)
 
 
+def test_handle_is_void_after_close(comm: Communicator, memory: Memory) -> None:
+    """Closing gives every handle back: it is not taken for a registered one afterwards."""
+    handle = comm.backend.register_buffer(memory.blank(4096), 4096)
+    comm.close()
+    with pytest.raises((ValueError, CommunicatorClosedError), match=r"void|was closed"):
+        comm.backend.deregister_buffer(handle)
+
+
 def test_symmetric_memory(backend: CommBackend) -> None:
     """symmetric_alloc gives aligned memory that operations take, and that is freed once."""
     pointer = backend.symmetric_alloc(4096)

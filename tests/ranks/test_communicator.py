@@ -9,7 +9,9 @@ import pickle
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -467,18 +469,104 @@ def test_fault_policy_bounds() -> None:
         FaultPolicy(action="ignore")
 
 
-def test_large_counts(comm: Communicator) -> None:
-    """More than 2^31 elements are one operation, and every one of them arrives."""
-    count = 2**31 + 1
-    data = np.zeros(count, np.int8)
-    marks = (0, 2**31 - 1, count - 1)
-    for mark in marks:
-        data[mark] = RANK + 1
-    comm.all_reduce(data, op="max")
-    assert [int(data[mark]) for mark in marks] == [SIZE] * 3 and int(np.count_nonzero(data)) == 3
-
-
 needs_peer = pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
+
+LARGE = 2**31 + 1
+
+
+def large(value: int, count: int = LARGE, dtype: str = "int8") -> tuple[np.ndarray, list[int]]:
+    """Return zeros, which take no memory until they are written, with `value` at a few places, and those places."""
+    data = np.zeros(count, dtype)
+    marks = sorted({mark % count for mark in (0, 2**31 // data.itemsize - 1, 2**31 // data.itemsize, count - 1)})
+    data[marks] = value
+    return data, marks
+
+
+def arrived(data: np.ndarray, marks: Sequence[int], value: int) -> bool:
+    """Whether `data` is `value` at these places and zero everywhere else."""
+    return bool((data[list(marks)] == value).all()) and int(np.count_nonzero(data)) == len(marks)
+
+
+def test_large_all_reduce(comm: Communicator) -> None:
+    """More than 2^31 elements are one operation, and every one of them arrives."""
+    data, marks = large(RANK + 1)
+    comm.all_reduce(data, op="max")
+    assert arrived(data, marks, SIZE)
+
+
+@needs_peer
+def test_large_broadcast(comm: Communicator) -> None:
+    """More than 2^31 elements of root are on every rank, each at its place."""
+    data, marks = large(7 * (RANK == SIZE - 1))
+    comm.broadcast(data, root=SIZE - 1)
+    assert arrived(data, marks, 7)
+
+
+@needs_peer
+def test_large_pair(comm: Communicator) -> None:
+    """More than 2^31 elements go from one rank to another, each to its place."""
+    data, marks = large(5 * (RANK == 0))
+    if RANK == 0:
+        comm.send(data, 1)
+    elif RANK == 1:
+        comm.recv(data, 0)
+        assert arrived(data, marks, 5)
+
+
+@needs_peer
+def test_large_all_gather(comm: Communicator) -> None:
+    """Blocks that are more than 2^31 elements together are in rank order, each element at its place."""
+    send, marks = large(RANK + 1, LARGE // SIZE + 1)
+    gathered = np.zeros((SIZE, send.size), np.int8)
+    comm.all_gather(send, gathered)
+    assert all(arrived(block, marks, rank + 1) for rank, block in enumerate(gathered))
+
+
+@needs_peer
+def test_large_reduce_scatter(comm: Communicator) -> None:
+    """Of more than 2^31 bytes every rank has its own share, each element of it reduced."""
+    share, marks = large(0, LARGE // 8 // SIZE + 1, "int64")
+    send = np.zeros((SIZE, share.size), np.int64)
+    send[:, marks] = (RANK + 1) * 10 ** np.arange(SIZE)[:, None]
+    comm.reduce_scatter(send, share)
+    assert arrived(share, marks, TOTAL * 10**RANK)
+
+
+def ring(comm: Communicator, data: np.ndarray, result: np.ndarray) -> None:
+    """Send to the right and receive from the left."""
+    with comm.group():
+        comm.send(data, (RANK + 1) % SIZE)
+        comm.recv(result, (RANK - 1) % SIZE)
+
+
+@needs_peer
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda c, data, result: c.all_reduce(data),
+        lambda c, data, result: c.broadcast(data),
+        lambda c, data, result: c.all_gather(data[0], result),
+        lambda c, data, result: c.reduce_scatter(data, result[0]),
+        ring,
+    ],
+    ids=["all_reduce", "broadcast", "all_gather", "reduce_scatter", "pair"],
+)
+def test_data_goes_in_pieces(comm: Communicator, operation) -> None:
+    """However much it is, MPI gets it in small pieces: no count is too large for it, and no wait keeps much memory."""
+    data, result = np.ones((2, SIZE, 2**25 // SIZE), np.float32)
+    tracemalloc.start()
+    try:
+        operation(comm, data, result)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < data.nbytes // 2
+
+
+def skipping(comm: Communicator) -> None:
+    """Submit a barrier as a rank does that has lost count by one."""
+    comm.backend.sequence += 1  # type: ignore[attr-defined]
+    comm.barrier()
 
 
 @needs_peer
@@ -493,8 +581,9 @@ needs_peer = pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
         (lambda c: c.broadcast(np.zeros(4), 0), lambda c: c.broadcast(np.zeros(4), 1)),
         (lambda c: c.barrier(), lambda c: c.all_gather_json(1)),
         (lambda c: c.barrier(), lambda c: c.send(np.zeros(4), 0)),
+        (lambda c: c.barrier(), skipping),
     ],
-    ids=["dtype and count", "dtype", "count", "op", "operation", "root", "control plane", "pair"],
+    ids=["dtype and count", "dtype", "count", "op", "operation", "root", "control plane", "pair", "number"],
 )
 def test_mismatch_is_named_everywhere(comm: Communicator, mine, other) -> None:
     """A rank that submits something else is named on every rank with both call sites; no data is exchanged."""

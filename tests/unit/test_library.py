@@ -58,6 +58,27 @@ for call in (lambda: library.describe(env), lambda: library.digest(sys.argv[1], 
 print(json.dumps(said))
 """
 
+REPLACED_MEANWHILE = """
+import json, os, sys
+from butter_mpi import library, nccl
+from butter_mpi.errors import ButterError
+real = nccl.require
+nccl.require = lambda opened: (os.replace(sys.argv[2], sys.argv[1]), real(opened))[1]
+try:
+    print(json.dumps(library.describe({"NCCL_LIBRARY": sys.argv[1]})))
+except ButterError as error:
+    print(json.dumps(error.message))
+"""
+
+RENAMED = """
+import json, os, sys
+from butter_mpi import library
+library.open_library({"NCCL_LIBRARY": sys.argv[1]})
+os.rename(sys.argv[1], sys.argv[1] + ".2")
+os.rename(sys.argv[2], sys.argv[1])
+print(json.dumps(library.describe({})))
+"""
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> NcclFiles:
@@ -216,6 +237,22 @@ def test_file_replaced_under_the_process_is_not_hashed(files: NcclFiles) -> None
     described, digested = run_child(REPLACED, files.copy(), files.with_note_changed())
     assert "was deleted or replaced after this process mapped it" in described
     assert "is not the file that this process mapped" in digested
+
+
+def test_file_replaced_while_it_is_described_is_not_hashed(files: NcclFiles) -> None:
+    """A library that is replaced between opening and hashing has no digest, rather than its successor's."""
+    path = files.copy()
+    said = run_child(REPLACED_MEANWHILE, path, files.with_note_changed())
+    assert said == f"{path} is not the file that this process mapped; it was replaced: start the job again"
+
+
+def test_renamed_library_is_hashed_where_it_is_now(files: NcclFiles) -> None:
+    """The digest is of the mapped file under its new name, not of another one that took its old name."""
+    path = files.copy()
+    content = path.read_bytes()
+    said = run_child(RENAMED, path, files.with_note_changed())
+    assert said["path"] == f"{path}.2"
+    assert said["sha256"] == hashlib.sha256(content).hexdigest()
 
 
 def test_file_is_read_once_a_process_until_it_changes(files: NcclFiles) -> None:
