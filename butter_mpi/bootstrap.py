@@ -28,6 +28,7 @@ from butter_mpi.errors import (
     text_of,
 )
 from butter_mpi.lane import LANE
+from butter_mpi.mapped import mapped_files
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.solo import SoloPlane
@@ -38,6 +39,7 @@ __all__ = ["abort_job", "init", "load_mpi", "share_unique_id"]
 _LOG = logging.getLogger("butter_mpi")
 _UNIQUE_ID_BYTES = 128
 _ERROR_BYTES = 2048
+_ON = (True, "yes")  # as mpi4py.rc takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ def init(
 def load_mpi(seconds: float) -> Any:
     """Return ``mpi4py.MPI``, started; ends this process if ``MPI_Init`` does not return within `seconds`.
 
+    Where mpi4py was told not to start MPI (``mpi4py.rc.initialize``), it is not started here either.
+
     Parameters
     ----------
     seconds : float
@@ -140,9 +144,12 @@ def load_mpi(seconds: float) -> Any:
     ------
     ImportError, RuntimeError
         There is no MPI for this Python.
+    StartError
+        ``MPI_Init`` of this library would end this process, since it does not understand the launcher.
     """
-    if "mpi4py.MPI" in sys.modules:
-        return sys.modules["mpi4py.MPI"]
+    loaded = sys.modules.get("mpi4py.MPI")
+    if loaded is not None and loaded.Is_initialized():
+        return loaded
     return _start_mpi_or_end_this_process_at_the_start_deadline(seconds)
 
 
@@ -151,10 +158,40 @@ def _start_mpi_or_end_this_process_at_the_start_deadline(seconds: float) -> Any:
     with contextlib.suppress(RuntimeError, OSError, ValueError, AttributeError):
         faulthandler.dump_traceback_later(seconds, exit=True)
     try:
-        from mpi4py import MPI
+        return _start_mpi()
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _start_mpi() -> Any:
+    """Load the library, see that it fits the launcher, and only then do what importing mpi4py's MPI does."""
+    import mpi4py
+
+    rc = mpi4py.rc
+    initialize, finalize = rc.initialize, rc.finalize
+    rc(initialize=False, finalize=initialize if finalize is None else finalize)
+    try:
+        from mpi4py import MPI
+    finally:
+        rc(initialize=initialize, finalize=finalize)
+    _refuse_mpi_that_cannot_join(MPI)
+    if initialize in _ON:
+        level = rc.thread_level if rc.threads in _ON else "single"
+        MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
     return MPI
+
+
+def _refuse_mpi_that_cannot_join(mpi: Any) -> None:
+    """Speak while it is possible: an MPI that aborts in MPI_Init names neither the launcher nor a remedy."""
+    info, library = launch.read_launch(c_environment()), mpi.Get_library_version()
+    # One rank alone may start as a job of its own, which is what was asked for.
+    if (info.claimed_size or 1) > 1 and launch.cannot_join(info, library, mapped_files()):
+        cause, remedy = launch.false_green(info, library)
+        raise StartError(
+            f"rank {info.claimed_rank}/{info.claimed_size} on {socket.gethostname()}: start: {cause}: MPI_Init would "
+            f"abort, or give each rank a job of its own; {remedy}",
+            phase="MPI",
+        )
 
 
 def _start_deadline(fault: Any) -> float:
@@ -170,12 +207,16 @@ def _lane(settings: Settings) -> contextlib.AbstractContextManager[None]:
 
 
 def _check_mpi(mpi: Any) -> None:
-    """Refuse a process in which MPI cannot be used any more."""
+    """Refuse a process in which MPI cannot be used."""
     if ENDING.forked:
         raise StartError(
             f"init: this process {os.getpid()} is a fork of one that runs MPI, and MPI knows only that one; start "
             "ranks with the launcher, or processes of your own with the spawn method",
             phase="MPI",
+        )
+    if not mpi.Is_initialized():
+        raise StartError(
+            "init: MPI is not started, as mpi4py.rc.initialize is off: call MPI.Init_thread() before init", phase="MPI"
         )
     if mpi.Is_finalized():
         raise StartError("init: MPI.Finalize was called, and MPI starts once a process: init before it", phase="MPI")
