@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from butter_mpi import bootstrap
+from butter_mpi import bootstrap, mpi_start
 from butter_mpi.communicator import Communicator
 from butter_mpi.control import Control, Overdue, Watch, duplicate
 from butter_mpi.ending import ENDING
@@ -68,7 +68,7 @@ def load_mpi(seconds: float) -> Any:
         There is no MPI for this Python, or not one that fits the launcher.
     """
     try:
-        return bootstrap.load_mpi(seconds)
+        return mpi_start.load_mpi(seconds)
     except StartError as error:
         raise Refused(REFUSED, str(error)) from None
     except (ImportError, RuntimeError) as error:

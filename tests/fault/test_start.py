@@ -287,7 +287,7 @@ mpi4py.rc({options})
 if sys.argv[1] == "import":
     from mpi4py import MPI
 else:
-    from butter_mpi.bootstrap import load_mpi
+    from butter_mpi.mpi_start import load_mpi
     MPI = load_mpi(30)
 if MPI.Is_initialized():
     handler = MPI.COMM_WORLD.Get_errhandler()
