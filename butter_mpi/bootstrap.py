@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -28,12 +26,13 @@ from butter_mpi.errors import (
     text_of,
 )
 from butter_mpi.lane import LANE
+from butter_mpi.mpi_start import load_mpi
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.solo import SoloPlane
 from butter_mpi.settings import FaultPolicy, Settings
 
-__all__ = ["abort_job", "init", "load_mpi", "share_unique_id", "start_deadline"]
+__all__ = ["abort_job", "init", "share_unique_id", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
 _UNIQUE_ID_BYTES = 128
@@ -123,40 +122,6 @@ def init(
         return _Start(comm, MPI, asked).run()
 
 
-def load_mpi(seconds: float) -> Any:
-    """Return ``mpi4py.MPI``, started; ends this process if ``MPI_Init`` does not return within `seconds`.
-
-    Parameters
-    ----------
-    seconds : float
-        The start deadline.
-
-    Returns
-    -------
-    module
-        ``mpi4py.MPI``.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        There is no MPI for this Python.
-    """
-    if "mpi4py.MPI" in sys.modules:
-        return sys.modules["mpi4py.MPI"]
-    return _start_mpi_or_end_this_process_at_the_start_deadline(seconds)
-
-
-def _start_mpi_or_end_this_process_at_the_start_deadline(seconds: float) -> Any:
-    # MPI_Init holds the interpreter lock while it waits for the other ranks, so no Python thread could end it.
-    with contextlib.suppress(RuntimeError, OSError, ValueError, AttributeError):
-        faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        from mpi4py import MPI
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    return MPI
-
-
 def start_deadline(fault: Any = None) -> float:
     """Return the start deadline; where it is malformed the start itself will say so.
 
@@ -183,12 +148,16 @@ def _lane(settings: Settings) -> contextlib.AbstractContextManager[None]:
 
 
 def _check_mpi(mpi: Any) -> None:
-    """Refuse a process in which MPI cannot be used any more."""
+    """Refuse a process in which MPI cannot be used."""
     if ENDING.forked:
         raise StartError(
             f"init: this process {os.getpid()} is a fork of one that runs MPI, and MPI knows only that one; start "
             "ranks with the launcher, or processes of your own with the spawn method",
             phase="MPI",
+        )
+    if not mpi.Is_initialized():
+        raise StartError(
+            "init: MPI is not started, as mpi4py.rc.initialize is off: call MPI.Init_thread() before init", phase="MPI"
         )
     if mpi.Is_finalized():
         raise StartError("init: MPI.Finalize was called, and MPI starts once a process: init before it", phase="MPI")

@@ -12,7 +12,7 @@ from typing import Any
 
 from butter_mpi.environment import Nature, nature
 from butter_mpi.findings import Finding, grouped, quoted, ranks_text
-from butter_mpi.launch import LaunchInfo, false_green, forwarding, srun_line
+from butter_mpi.launch import LaunchInfo, false_green, forwarding, outside_any_step, srun_line
 from butter_mpi.policy import POLICY
 from butter_mpi.transport import judge_host
 
@@ -129,14 +129,14 @@ def _launcher(world: World) -> list[Finding]:
 
 
 def _allocation(world: World) -> list[Finding]:
-    """Warn of a process that no launcher started, alone inside an allocation of several tasks."""
+    """Warn of a process that no launcher started, alone where several tasks were asked for."""
     record = next(iter(world.records.values()))
     info = launch_info(record)
-    tasks = info.allocation_tasks or 1
-    if world.size > 1 or record["comm_world_size"] > 1 or not info.in_allocation or info.claimed_size or tasks < 2:
+    outside = outside_any_step(info)
+    if world.size > 1 or record["comm_world_size"] > 1 or not outside:
         return []
-    text = f"this Slurm allocation is for {tasks} tasks, but this process is outside any step, so it runs alone"
-    return [Finding("allocation", "differ", "warning", text, f"start it with {srun_line(record['mpi_library'])}")]
+    remedy = f"start it with {srun_line(record['mpi_library'])}"
+    return [Finding("allocation", "differ", "warning", f"{outside}, so it runs alone", remedy)]
 
 
 def own_faults(check: str, said: Iterable[tuple[int, str]]) -> list[Finding]:

@@ -19,7 +19,7 @@ from butter_mpi import machine
 from butter_mpi._version import versions
 from butter_mpi.child import Untold, ask, output
 from butter_mpi.environment import c_environment, effective_nccl, kept_value
-from butter_mpi.launch import LaunchInfo, forwarding, read_launch, srun_line
+from butter_mpi.launch import LaunchInfo, forwarding, outside_any_step, read_launch, srun_line
 from butter_mpi.mpi_facts import mpi_facts
 from butter_mpi.policy import POLICY, check_policy
 from butter_mpi.selftest.console import ask_for, sound_streams
@@ -76,11 +76,9 @@ def _slurm(env: Mapping[str, str], info: LaunchInfo, library: str) -> Section:
         except Untold as error:
             found["plug-ins"] = f"cannot tell: {error}"
     found["to try"] = srun_line(library)
-    if info.in_allocation and not info.in_step and not info.claimed_size and (info.allocation_tasks or 1) > 1:
-        tasks = info.allocation_tasks
-        found["warnings"] = [
-            f"this allocation is for {tasks} tasks, but this process is outside any step: start it with srun"
-        ]
+    outside = outside_any_step(info)
+    if outside:
+        found["warnings"] = [f"{outside}: start it with srun"]
     return found
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from butter_mpi.findings import quoted
 
-__all__ = ["LaunchInfo", "false_green", "forwarding", "read_launch", "srun_line"]
+__all__ = [
+    "LaunchInfo",
+    "cannot_join",
+    "false_green",
+    "forwarding",
+    "mpi_family",
+    "outside_any_step",
+    "read_launch",
+    "srun_line",
+]
 
 _COUNTS = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
     "SLURM_STEP_NUM_TASKS",
     "SLURM_NTASKS",
+    "SLURM_JOB_NUM_NODES",
 )
 _INDICES = (
     "OMPI_COMM_WORLD_RANK",
@@ -26,6 +36,10 @@ _INDICES = (
 )
 _TEXTS = ("PMIX_RANK", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_MPI_TYPE")
 _MOST_DIGITS = 18
+# Steps that no srun of the user's started: the batch script, the shell of salloc, what pam_slurm_adopt takes in. Slurm
+# keeps every number above this one for them; which of them means what has changed between its versions.
+_LAST_NORMAL_STEP = 0xFFFFFFF0
+_SPECIAL_STEPS = ("batch", "extern", "interactive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +58,11 @@ class LaunchInfo:
     size_variable : str
         The variable that gave ``claimed_size``.
     in_allocation, in_step : bool
-        Whether this is inside a Slurm allocation, and inside a step of it.
+        Whether this is inside a Slurm allocation, and inside a step of it that ``srun`` started; the batch script and
+        the interactive shell of ``salloc`` are inside none.
     allocation_tasks : int or None
-        The tasks that the allocation was asked for.
+        The tasks that the allocation was asked for: ``SLURM_NTASKS``, which may be there without an allocation, else
+        one a node.
     variables : dict of str to str
         Every launcher variable that was read.
     malformed : tuple of str
@@ -76,9 +92,19 @@ def _whole(name: str, text: str, low: int, malformed: list[str]) -> int | None:
 def _who(variables: Mapping[str, str]) -> str:
     if "OMPI_COMM_WORLD_SIZE" in variables:
         return "openmpi"
-    if "PMI_SIZE" in variables and ("MPI_LOCALRANKID" in variables or "SLURM_STEP_ID" not in variables):
+    in_step = _in_step(variables)
+    if "PMI_SIZE" in variables and ("MPI_LOCALRANKID" in variables or not in_step):
         return "mpich"
-    return "slurm" if "SLURM_STEP_ID" in variables else "none"
+    return "slurm" if in_step else "none"
+
+
+def _in_step(variables: Mapping[str, str]) -> bool:
+    """Whether srun started this; a step is also one whose number a container has dropped."""
+    step = variables.get("SLURM_STEP_ID")
+    if step is None:
+        return "SLURM_STEP_NUM_TASKS" in variables
+    number = step.isascii() and step.isdigit() and len(step) <= _MOST_DIGITS and int(step) > _LAST_NORMAL_STEP
+    return not number and step.lower() not in _SPECIAL_STEPS
 
 
 def _first(numbers: Mapping[str, int | None], *names: str) -> tuple[int | None, str]:
@@ -108,7 +134,7 @@ def read_launch(env: Mapping[str, str]) -> LaunchInfo:
     malformed: list[str] = []
     numbers = {name: _whole(name, variables[name], 1, malformed) for name in _COUNTS if name in variables}
     numbers |= {name: _whole(name, variables[name], 0, malformed) for name in _INDICES if name in variables}
-    in_step = "SLURM_STEP_ID" in variables
+    in_step = _in_step(variables)
     size, size_variable = _first(numbers, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *(["SLURM_STEP_NUM_TASKS"] * in_step))
     rank_of = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
     locals_ = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", *(["SLURM_LOCALID"] * in_step))
@@ -120,10 +146,35 @@ def read_launch(env: Mapping[str, str]) -> LaunchInfo:
         size_variable=size_variable,
         in_allocation="SLURM_JOB_ID" in variables,
         in_step=in_step,
-        allocation_tasks=numbers.get("SLURM_NTASKS"),
+        # Without a number of tasks srun starts one a node.
+        allocation_tasks=_first(numbers, "SLURM_NTASKS", "SLURM_JOB_NUM_NODES")[0],
         variables=variables,
         malformed=tuple(malformed),
     )
+
+
+def outside_any_step(info: LaunchInfo) -> str:
+    """Return that several tasks were asked for and nothing started this process as one of them, or nothing.
+
+    ``SLURM_NTASKS`` alone counts as well: somebody exported it, or a container dropped what stood beside it. An
+    ``mpirun`` in a batch script makes a claim of its own, so its ranks are not meant.
+
+    Parameters
+    ----------
+    info : LaunchInfo
+        The launcher.
+
+    Returns
+    -------
+    str
+        A clause; empty: it does not apply.
+    """
+    tasks = info.allocation_tasks or 1
+    if tasks < 2 or info.claimed_size is not None:
+        return ""
+    if info.in_allocation:
+        return f"this Slurm allocation is for {tasks} tasks, but this process is outside any step"
+    return f"SLURM_NTASKS says {tasks} tasks, but this process is outside any Slurm step"
 
 
 def forwarding(info: LaunchInfo, name: str, value: str) -> str:
@@ -169,6 +220,46 @@ def srun_line(mpi_library: str) -> str:
     return "srun --mpi=pmi2 ... or srun --mpi=pmix ... (`srun --mpi=list` shows what this Slurm has)"
 
 
+def mpi_family(mpi_library: str) -> str:
+    """Return whose MPI a version text is of.
+
+    Parameters
+    ----------
+    mpi_library : str
+        What ``MPI_Get_library_version`` or ``mpirun --version`` says.
+
+    Returns
+    -------
+    {"Open MPI", "Intel MPI", "MPICH", "unknown"}
+        The family.
+    """
+    words = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "Intel": "Intel MPI", "HYDRA": "MPICH", "MPICH": "MPICH"}
+    return next((family for word, family in words.items() if word in mpi_library), "unknown")
+
+
+def cannot_join(info: LaunchInfo, mpi_library: str, mapped: Iterable[str]) -> bool:
+    """Return whether this is an MPICH under a launcher that speaks PMIx, which MPICH by itself does not.
+
+    Parameters
+    ----------
+    info : LaunchInfo
+        The launcher.
+    mpi_library : str
+        What ``MPI_Get_library_version`` says.
+    mapped : iterable of str
+        The files that are mapped into the process that loaded the library. An MPICH that was built with a PMI library
+        of the system, ``libpmix.so`` or a vendor's, may speak what that speaks.
+
+    Returns
+    -------
+    bool
+        True only where it is certain: ``MPI_Init`` would abort, or give this process a job of its own.
+    """
+    pmix = info.launcher == "openmpi" or info.variables.get("SLURM_MPI_TYPE", "").startswith("pmix")
+    other = "PMI_SIZE" in info.variables or any("/libpmi" in path for path in mapped)
+    return pmix and info.launcher in ("openmpi", "slurm") and mpi_family(mpi_library) == "MPICH" and not other
+
+
 def false_green(info: LaunchInfo, mpi_library: str) -> tuple[str, str]:
     """Return why MPI sees fewer ranks than the launcher started, and what to do.
 
@@ -184,7 +275,7 @@ def false_green(info: LaunchInfo, mpi_library: str) -> tuple[str, str]:
     cause, remedy : str
         One clause each.
     """
-    library = mpi_library.strip().split("\n")[0].split(",")[0][:60] or "its MPI library"
+    library = " ".join(mpi_library.strip().split("\n")[0].split(",")[0].split())[:60] or "its MPI library"
     if info.launcher == "slurm":
         plugin = quoted(info.variables.get("SLURM_MPI_TYPE", "none"))[1:-1]
         cause = f"srun started this step with --mpi={plugin}, which {library} does not speak"

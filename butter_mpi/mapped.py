@@ -1,4 +1,4 @@
-"""The libnccl files that are mapped into this process, and whether a file on disk is one of them."""
+"""The files that are mapped into this process: which of them are libnccl, and whether a file on disk is one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mapped", "is_mapped_file", "mapped_libraries"]
+__all__ = ["Mapped", "is_mapped_file", "mapped_files", "mapped_libraries"]
 
 _BASENAME = re.compile(r"libnccl\.so(\.\d+)*")
 _MAP_LINE = re.compile(r"([0-9a-f]+)-\S+ \S+ \S+ (\S+) (\d+)\s+(/.*)")
@@ -30,6 +30,11 @@ def _maps() -> list[tuple[int, str, int, str]]:
     text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     rows = [m.groups() for line in text.split("\n") if (m := _MAP_LINE.match(line))]
     return [(int(start, 16), device, int(inode), path) for start, device, inode, path in rows]
+
+
+def mapped_files() -> frozenset[str]:
+    """Return the path of every file that is mapped into this process."""
+    return frozenset(path for _, _, _, path in _maps())
 
 
 def mapped_libraries(also: str = "") -> tuple[Mapped, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from butter_mpi.child import Untold, ask, output
-from butter_mpi.launch import LaunchInfo, false_green
+from butter_mpi.launch import LaunchInfo, cannot_join, false_green, mpi_family
 
 __all__ = ["mpi_facts"]
 
@@ -18,14 +19,9 @@ _MPI_CODE = """
 import json, mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
-files = {line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "/libmpi" in line}
-print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "files": sorted(files)}))
+from butter_mpi.mapped import mapped_files
+print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "files": sorted(mapped_files())}))
 """
-
-
-def _family(text: str) -> str:
-    names = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "Intel": "Intel MPI", "HYDRA": "MPICH", "MPICH": "MPICH"}
-    return next((family for word, family in names.items() if word in text), "unknown")
 
 
 def mpi_facts(info: LaunchInfo) -> dict[str, Any]:
@@ -45,22 +41,24 @@ def mpi_facts(info: LaunchInfo) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"warnings": []}
     library = version = ""
+    told: dict[str, Any] = {}
     try:
         told = ask(_MPI_CODE, "loading mpi4py's MPI library")
         library = told["library"]
-        found |= {"library": _first_line(library), "library file": ", ".join(told["files"])}
+        files = [path for path in told["files"] if "/libmpi" in path]
+        found |= {"library": _first_line(library), "library file": ", ".join(files)}
     except Untold as error:
         found["library"] = f"cannot tell: {error}"
     mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
     try:
         version = output([mpirun, "--version"], "mpirun --version", outside=True) if mpirun else ""
-        found["mpirun"] = f"{mpirun} ({_family(version)}: {_first_line(version)})" if mpirun else "none on PATH"
+        found["mpirun"] = f"{mpirun} ({mpi_family(version)}: {_first_line(version)})" if mpirun else "none on PATH"
     except Untold as error:
         found["mpirun"] = f"{mpirun}: cannot tell: {error}"
     if library and version:
-        _match(found, _family(library), _family(version))
+        _match(found, mpi_family(library), mpi_family(version))
     if library:
-        _job(found, info, library)
+        _job(found, info, library, told["files"])
     return found
 
 
@@ -78,12 +76,12 @@ def _first_line(text: str) -> str:
     return next((line for line in lines if any(c.isdigit() for c in line)), lines[0] if lines else "")
 
 
-def _job(found: dict[str, Any], info: LaunchInfo, library: str) -> None:
+def _job(found: dict[str, Any], info: LaunchInfo, library: str, mapped: Sequence[str]) -> None:
     """Under a launcher, what MPI itself says of the job."""
     cause, remedy = false_green(info, library)
     if info.claimed_size is None:
         found["job"] = "this process was not started by a launcher; MPI_Init was not called"
-    elif _foreign(info, _family(library)):
+    elif cannot_join(info, library, mapped) or _foreign(info, mpi_family(library)):
         found["job"] = "MPI_Init was not called: it would abort, or give each process a job of its own"
         found["warnings"].append(f"{cause}; {remedy}")
     else:
@@ -96,9 +94,9 @@ def _job(found: dict[str, Any], info: LaunchInfo, library: str) -> None:
 
 
 def _foreign(info: LaunchInfo, family: str) -> bool:
-    """Whether a library is known not to understand this launcher."""
-    if info.launcher == "slurm":
-        return family == "MPICH" and info.variables.get("SLURM_MPI_TYPE", "").startswith("pmix")
+    """Whether a library is of another family than the mpirun; what is true of MPICH under PMIx is asked elsewhere."""
+    if info.launcher not in ("openmpi", "mpich") or (info.launcher, family) == ("openmpi", "MPICH"):
+        return False
     return (info.launcher == "openmpi") != (family == "Open MPI")
 
 

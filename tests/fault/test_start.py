@@ -191,6 +191,7 @@ def test_wrong_mpirun_for_this_mpi() -> None:
     [
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, False, "SLURM_STEP_NUM_TASKS says 2 ranks, but MPI"),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}, True, "this Slurm allocation is for 2 tasks, but this process"),
+        ({"SLURM_NTASKS": "2"}, True, "SLURM_NTASKS says 2 tasks, but this process is outside any Slurm step"),
         ({"OMPI_COMM_WORLD_SIZE": "many"}, False, 'OMPI_COMM_WORLD_SIZE must be a whole number, 1 or more; got "many"'),
     ],
 )
@@ -301,3 +302,48 @@ def test_nccl_plane_never_becomes_host(files: NcclFiles, plane: str) -> None:
     assert result.rc == 0, result.text
     for out in result.rank_out:
         assert out.startswith("the nccl plane is not in this version of butter_mpi; plane='host' "), result.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "thread_level='serialized'", "threads=False", "errors='fatal'", "finalize=False", "initialize=False"],
+)
+def test_mpi_is_started_as_an_import_of_mpi4py_does(options: str) -> None:
+    """What mpi4py.rc asks for holds in the same way: thread level, error handler, start, MPI_Finalize at the exit."""
+    program = f"""
+import sys, mpi4py
+mpi4py.rc({options})
+if sys.argv[1] == "import":
+    from mpi4py import MPI
+else:
+    from butter_mpi.mpi_start import load_mpi
+    MPI = load_mpi(30)
+if MPI.Is_initialized():
+    handler = MPI.COMM_WORLD.Get_errhandler()
+    print(MPI.Query_thread(), handler == MPI.ERRORS_RETURN, handler == MPI.ERRORS_ARE_FATAL)
+print(mpi4py.rc.initialize, mpi4py.rc.finalize)
+"""
+    # Open MPI's launcher fails a job that ends without MPI_Finalize.
+    results = [run_job(1, ["-c", program, how], mpi="openmpi") for how in ("import", "load_mpi")]
+    text = "\n".join(result.text for result in results)
+    assert results[0].rank_out == results[1].rank_out and results[0].rank_out[0], text
+    assert [result.rc == 0 for result in results] == ["finalize=False" not in options] * 2, text
+
+
+def test_init_without_started_mpi_says_so() -> None:
+    """Where mpi4py was told not to start MPI, init does not either, and says what to call."""
+    program = """
+import mpi4py, butter_mpi
+mpi4py.rc.initialize = False
+try:
+    butter_mpi.init()
+except butter_mpi.StartError as error:
+    print(error)
+from mpi4py import MPI
+MPI.Init_thread()
+print(butter_mpi.init(plane="host").world_size)
+MPI.Finalize()
+"""
+    result = run_job(1, program)
+    assert "call MPI.Init_thread() before init" in result.rank_out[0], result.text
+    assert result.rc == 0 and result.rank_out[0].endswith("\n1\n"), result.text

@@ -23,7 +23,9 @@ from helpers.job import Job, JobResult, Plan, Program, clean_environment
 from helpers.mpirun import find_mpi
 from helpers.require import need
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "unshare")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "unshare")
+# An ordinary user's PATH lacks them, and so may root's.
+SYSTEM_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 PMI = {"mpich": "pmi2", "openmpi": "pmix", "debian-openmpi": "pmix"}
 READY = 20.0
 
@@ -51,6 +53,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
 MpiDefault=none
+LaunchParameters=use_interactive_step
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=30
@@ -75,18 +78,35 @@ def _between_nodes(env: Mapping[str, str]) -> dict[str, str]:
     return {name: f"{value},tcp" if name == "OMPI_MCA_btl" else value for name, value in env.items()}
 
 
+def search_path() -> str:
+    """Return the PATH on which programs are looked for."""
+    return os.pathsep.join([*os.environ.get("PATH", os.defpath).split(os.pathsep), *SYSTEM_FOLDERS])
+
+
+def hindrance() -> str:
+    """Return everything that keeps this Slurm from starting, with what helps; empty: nothing."""
+    reasons = []
+    absent = [name for name in PROGRAMS if not shutil.which(name, path=search_path())]
+    if absent:
+        reasons.append(f"no {', '.join(absent)}; apt-get install slurm-wlm slurm-wlm-basic-plugins munge")
+    if os.geteuid() != 0:
+        reasons.append("its daemons need root here, and this user is not; run the tests as root")
+    return "; and ".join(reasons)
+
+
 class Slurm:
     """A running throw-away Slurm of ``nodes`` nodes named n1, n2 ..., each with ``cpus`` CPUs."""
 
     def __init__(self, nodes: int = 2, cpus: int = 4) -> None:
-        for name in PROGRAMS:
-            need("slurm", shutil.which(name), f"no {name}; apt-get install slurm-wlm slurm-wlm-basic-plugins munge")
-        need("slurm", os.geteuid() == 0, "its daemons here need root")
+        why = hindrance()
+        need("slurm", not why, why)
         self.id = uuid.uuid4().hex
         self.nodes = nodes
         self.folder = Path(tempfile.mkdtemp(prefix=processes.FOLDER_PREFIX, dir="/tmp"))
         self.folder.chmod(0o755)
-        self.env = {**clean_environment(), processes.MARK: self.id, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        own = {processes.MARK: self.id, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": search_path()}
+        # The shell is what salloc starts in the allocation's interactive step.
+        self.env = {**clean_environment(), **own, "SHELL": "/bin/sh"}
         self._configure(cpus)
 
     def _configure(self, cpus: int) -> None:

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from helpers.mpirun import find_mpi
 from helpers.slurm import PMI, Slurm
 
 PROGRAM = """
@@ -73,6 +74,44 @@ def test_selftest_outside_a_step_is_refused(slurm: Slurm) -> None:
     assert result.returncode != 0 and "srun" in result.stderr and "Traceback" not in result.stderr, result.stderr
     alone = slurm.run("salloc", "-n2", *command, "--np-expected", "1")
     assert alone.returncode == 0, alone.stderr + alone.stdout
+
+
+def test_interactive_step_is_no_step_of_ranks(slurm: Slurm) -> None:
+    """In the shell that salloc starts the selftest refuses to run alone, and runs as two ranks with srun."""
+    selftest = f"{find_mpi('mpich').python} -m butter_mpi.selftest --plane host"
+    shell = f"""
+echo "step $SLURM_STEP_ID tasks $SLURM_STEP_NUM_TASKS"
+{selftest}
+echo "alone $?"
+srun --mpi={PMI["mpich"]} {selftest}
+echo "with srun $?"
+exit
+"""
+    result = slurm.run("salloc", "-n2", input=shell, timeout=120)
+    text = result.stdout + result.stderr
+    assert "step 4294967290 tasks 1\n" in result.stdout, text
+    assert "alone 3\n" in result.stdout, text
+    assert "2 tasks, but this process is outside any step and would run alone; start it with srun" in text
+    assert "with srun 0\n" in result.stdout and ", 2 ranks, " in result.stdout, text
+
+
+def test_library_in_the_interactive_step_warns(slurm: Slurm) -> None:
+    """A program in the shell that salloc starts runs alone, and is warned."""
+    program = "import logging, butter_mpi; logging.basicConfig(); print('size', butter_mpi.init().world_size)"
+    result = slurm.run("salloc", "-n2", input=f'{find_mpi("mpich").python} -c "{program}"; exit\n')
+    assert "size 1\n" in result.stdout, result.stdout + result.stderr
+    assert "this Slurm allocation is for 2 tasks" in result.stderr, result.stderr
+
+
+def test_mpich_under_pmix_is_told_before_it_aborts(slurm: Slurm) -> None:
+    """Each rank says in one line who it is, what does not fit and which option of srun does, instead of an abort."""
+    program = ["-m", "butter_mpi.selftest", "--plane", "host"]
+    result = slurm.run_job(2, program, mpi="mpich", pmi="pmix", options=["--kill-on-bad-exit=0"])
+    assert result.rc != 0, result.text
+    for rank, err in enumerate(result.rank_err):
+        assert err.startswith(f"butter_mpi.selftest: rank {rank}/2 on n"), result.text
+        assert "--mpi=pmix, which MPICH Version: " in err and "start it with srun --mpi=pmi2 ..." in err, result.text
+        assert err.count("\n") == 1, result.text
 
 
 def test_mpi_failure_in_the_start(slurm: Slurm) -> None:

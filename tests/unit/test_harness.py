@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from helpers import processes
 from helpers.mpirun import MPIS, JobFailure, run_job, start_job
 from helpers.require import need
+from helpers.slurm import PROGRAMS, Slurm
 
 HELLO = "from mpi4py import MPI\nprint(MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)\n"
 ORPHAN = "import subprocess\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\n"
@@ -123,3 +125,44 @@ def test_missing_thing_is_a_skip_unless_required(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "mpi,opnmpi")
     with pytest.raises(pytest.UsageError, match="unknown opnmpi"):
         need("slurm", False, "not there")
+
+
+@pytest.fixture
+def slurm_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Say why a Slurm is skipped where its programs are in a folder that PATH lacks, or not there, for some user."""
+    system = tmp_path / "sbin"
+    system.mkdir()
+    monkeypatch.setattr("helpers.slurm.SYSTEM_FOLDERS", (str(system),))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("BUTTER_MPI_TEST_REQUIRE", raising=False)
+
+    def skipped(*, lacking: Sequence[str], user: int) -> str:
+        for name in set(PROGRAMS) - set(lacking):
+            (system / name).write_text("#!/bin/sh\n")
+            (system / name).chmod(0o755)
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        with pytest.raises(pytest.skip.Exception) as skip:
+            Slurm()
+        return str(skip.value)
+
+    return skipped
+
+
+def test_slurm_that_only_needs_root_says_that(slurm_of: Callable[..., str]) -> None:
+    """For an ordinary user, whose PATH lacks the system's folders, nothing that is there is said to be missing."""
+    said = slurm_of(lacking=[], user=1000)
+    assert "its daemons need root here" in said
+    assert "apt-get" not in said
+
+
+def test_slurm_that_is_not_installed_says_what_to_install(slurm_of: Callable[..., str]) -> None:
+    """What is missing is named, with the packages; to root nothing is said of root."""
+    said = slurm_of(lacking=["munged", "srun"], user=0)
+    assert said.endswith("no munged, srun; apt-get install slurm-wlm slurm-wlm-basic-plugins munge")
+
+
+def test_slurm_with_two_hindrances_says_both(slurm_of: Callable[..., str]) -> None:
+    """Nobody installs something and then learns that root was needed as well."""
+    said = slurm_of(lacking=["slurmd"], user=1000)
+    assert "no slurmd; apt-get install" in said
+    assert "need root" in said

@@ -190,10 +190,17 @@ def test_comparison_with_what_is_no_receipt(broken: int, tmp_path: Path, capsys:
     assert "status: 'fine' is not one of" in err
 
 
-def test_outside_a_step_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Inside an allocation of several tasks but outside any step the run is refused before MPI, naming srun."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
+@pytest.mark.parametrize(
+    "env",
+    [{"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, {}],
+    ids=["batch script", "interactive step", "SLURM_NTASKS alone"],
+)
+def test_outside_a_step_is_refused(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where several tasks were asked for but nothing started them the run is refused before MPI, naming srun."""
+    for name, value in {**env, "SLURM_NTASKS": "4"}.items():
+        monkeypatch.setenv(name, value)
     assert cli.main([]) == 3
     err = capsys.readouterr().err
     assert "4 tasks" in err
