@@ -120,7 +120,7 @@ class Library:
         """
         if name not in self._functions:
             pointer = self._pointer(name)
-            pointer.argtypes = [self._type(row) for row in FUNCTIONS[name].arguments]
+            pointer.argtypes = tuple(self._type(row) for row in FUNCTIONS[name].arguments)
             self._functions[name] = pointer
         return self._functions[name]
 

@@ -27,6 +27,7 @@ HANDLE = 0x7E57_0000_89AB_CDEF
 UNIQUE_ID = bytes((7 * i) % 256 if i % 3 else 0 for i in range(128))
 
 _SIZED = ("ncclConfig_t", "ncclCollConfig_t", "ncclSimInfo_t", "ncclEncryptionConfig_t")
+_ENUMS = {row[0] for row in FACTS["enums"]}
 _OPAQUE = ("ncclWaitSignalDesc_t",)
 _POINTERS = ("ncclComm_t", "ncclWindow_t", "ncclParamHandle_t", "cudaStream_t", "cudaEvent_t")
 
@@ -37,7 +38,7 @@ _HEAD = f"""
 #include <string.h>
 typedef struct {{ char internal[128]; }} ncclUniqueId;
 {"".join(f"typedef void *{name};" for name in _POINTERS)}
-{"".join(f"typedef enum {{ {e}_0, {e}_last = 1 << 30 }} {e};" for e in dict.fromkeys(row[0] for row in FACTS["enums"]))}
+{"".join(f"typedef enum {{ {name}_first = -1, {name}_last = 1 << 30 }} {name};" for name in _ENUMS)}
 {"".join(f"typedef struct {{ size_t size; }} {name};" for name in (*_SIZED, *_OPAQUE))}
 char record_text[8192];
 int record_result;
@@ -61,7 +62,6 @@ const char *ncclGetLastError(ncclComm_t comm) {{ return comm == NULL ? "the late
 """
 
 _PLAIN = {"int": "%lld", "unsigned int": "%llu", "size_t": "%llu"}
-_ENUMS = {row[0] for row in FACTS["enums"]}
 
 
 def _recorded(kind: str, name: str) -> str:
