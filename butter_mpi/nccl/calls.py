@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from butter_mpi._libnccl import Library
-from butter_mpi._nccl_types import FUNCTIONS, RESULTS
+from butter_mpi._nccl_types import FUNCTIONS, RESULTS, Declared
 from butter_mpi.errors import NCCLError
 
 __all__ = ["IN_PROGRESS", "SUCCESS", "Handle", "call", "check", "last_error", "prepared"]
@@ -17,7 +17,13 @@ __all__ = ["IN_PROGRESS", "SUCCESS", "Handle", "call", "check", "last_error", "p
 SUCCESS = 0
 IN_PROGRESS = 7
 
-_INTEGERS = (ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
+# The least and the largest number of each type; ctypes alone would cut others to size.
+_RANGES: dict[Any, tuple[int, int]] = {
+    ctypes.c_int: (-(2**31), 2**31 - 1),
+    ctypes.c_uint: (0, 2**32 - 1),
+    ctypes.c_size_t: (0, 2**64 - 1),
+    ctypes.c_void_p: (0, 2**64 - 1),
+}
 
 
 class Handle(ctypes.c_void_p):
@@ -108,16 +114,26 @@ def check(library: Library, call: str, result: int, *, in_progress: bool = False
     raise NCCLError(text, call=call, result=result, detail=detail)
 
 
-def _argument(kind: Any, value: Any) -> Any:
-    """Return a value as ctypes passes it; unlike ctypes alone, refuse a number that would be cut."""
-    if kind in _INTEGERS and hasattr(value, "__index__"):
-        number = operator.index(value)
-        if (kind(number).value or 0) != number:
-            raise ValueError(f"{number} does not fit into {8 * ctypes.sizeof(kind)} bits of {kind.__name__}")
+def _converted(kind: Any, value: Any) -> Any:
+    """Return a value as ctypes passes it."""
+    if kind in _RANGES and hasattr(value, "__index__"):
+        number, (least, largest) = operator.index(value), _RANGES[kind]
+        if not least <= number <= largest:
+            raise ValueError(f"must be {least} to {largest}")
         return kind.from_param(number)
     if isinstance(value, str):
         raise TypeError(f"a string is not {kind.__name__}")
     return kind.from_param(value)
+
+
+def _argument(function: str, row: Declared, kind: Any, value: Any) -> Any:
+    """Return one argument as ctypes passes it, or say which one is wrong."""
+    try:
+        return _converted(kind, value)
+    except ValueError as error:
+        raise ValueError(f"{function}: {row.name} {error}; got {value}") from None
+    except (TypeError, ctypes.ArgumentError) as error:
+        raise TypeError(f"{function}: {row.name}: {error}; got {value!r}") from None
 
 
 def prepared(library: Library, name: str, *args: Any) -> Callable[[], Any]:
@@ -145,20 +161,14 @@ def prepared(library: Library, name: str, *args: Any) -> Callable[[], Any]:
     TypeError
         The number of arguments or the type of one is wrong.
     ValueError
-        A number does not fit: ctypes alone would cut it to size.
+        A number does not fit.
     """
     declared, kinds = FUNCTIONS[name].arguments, library.function(name).argtypes
     if len(args) != len(declared):
         names = ", ".join(row.name for row in declared)
         raise TypeError(f"{name} takes {len(declared)} arguments ({names}); got {len(args)}")
-    converted = []
-    for row, kind, value in zip(declared, kinds, args, strict=True):
-        try:
-            converted.append(_argument(kind, value))
-        except (TypeError, ctypes.ArgumentError) as error:
-            raise TypeError(f"{name}: {row.name}: {error}; got {value!r}") from None
-        except ValueError as error:
-            raise ValueError(f"{name}: {row.name}: {error}") from None
+    rows = zip(declared, kinds, args, strict=True)
+    converted = [_argument(name, row, kind, value) for row, kind, value in rows]
     return functools.partial(library.untyped(name), *converted)
 
 

@@ -7,6 +7,8 @@ written apart from it.
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from butter_mpi._nccl_types import (
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import NotSupportedError
 
+ROOT = Path(__file__).resolve().parents[2]
 RECORDED = FACTS["headers"][0]
 LAYOUTS = [
     pytest.param(struct, version, size, fields, id=f"{struct}-{version}")
@@ -221,3 +224,16 @@ def test_numbers_of_types_and_operators_are_nccls() -> None:
     assert {op.label: op.nccl for op in ReduceOp} == {
         op.label: values[f"nccl{op.label.capitalize()}"] for op in ReduceOp
     }
+
+
+def test_each_known_trap_has_a_test_or_a_reason() -> None:
+    """The page's table names tests that there are, or says why there is none."""
+    page = (ROOT / "docs" / "explanation" / "nccl.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 15))
+    files = [Path(__file__), *sorted((ROOT / "tests" / "unit").glob("test_*nccl*.py"))]
+    tests = set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
+    for number, _, answer in rows:
+        named = set(re.findall(r"`(test_\w+)`", answer))
+        assert named <= tests, number
+        assert named or answer.startswith("Reason: "), number
