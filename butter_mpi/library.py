@@ -20,7 +20,7 @@ from typing import Any
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
 from butter_mpi.elf import ElfError, check_elf
-from butter_mpi.environment import LIBRARY_VARIABLE
+from butter_mpi.environment import LIBRARY_VARIABLE, c_environment
 from butter_mpi.errors import LibraryNotFoundError
 from butter_mpi.findings import quoted
 from butter_mpi.mapped import Mapped, is_mapped_file, mapped_libraries
@@ -32,6 +32,7 @@ __all__ = [
     "describe",
     "digest",
     "find_library",
+    "nccl_runtime_version",
     "open_library",
 ]
 
@@ -245,6 +246,27 @@ def open_library(env: Mapping[str, str]) -> tuple[Library, Found, Mapped]:
             f"{found.path} was opened, but /proc/self/maps does not list it", tried=(found.path,)
         )
     return library, found, mapped
+
+
+def nccl_runtime_version() -> int:
+    """Return the version that the library of this process reports; it is opened if it is not yet.
+
+    Returns
+    -------
+    int
+        What ``ncclGetVersion`` gives, for example 23203.
+
+    Raises
+    ------
+    LibraryNotFoundError
+        None is found, it is unusable, or two different ones are in this process.
+    NotSupportedError
+        It lacks a required function or is too old.
+    NCCLError
+        It cannot tell its version.
+    """
+    library, _, _ = open_library(c_environment())
+    return nccl.require(library)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

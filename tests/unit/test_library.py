@@ -281,3 +281,9 @@ def test_different_launchers_digest_is_told() -> None:
     fault = str(check_expected("cd" * 32, "ab" * 32))
     assert "cd" * 32 in fault and "ab" * 32 in fault
     assert check_expected("cd" * 32, None) is None
+
+
+def test_the_runtime_version_is_the_loaded_librarys(files: NcclFiles) -> None:
+    """The integer comes from the library that this process uses, not from what is installed beside it."""
+    code = "from butter_mpi.library import nccl_runtime_version\nprint(nccl_runtime_version())"
+    assert run_child(code, env={"NCCL_LIBRARY": str(files.with_version(22809))}) == 22809
