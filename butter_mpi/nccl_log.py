@@ -34,10 +34,6 @@ _USERS = (*_OURS, "NCCL_DEBUG_LEVELS")
 _TELLING = ("INFO", "ABORT", "TRACE")
 _EXAMPLE = "nccl.%h.%p.log"
 _TOGETHER = f"unset it, or set NCCL_DEBUG=INFO and NCCL_DEBUG_FILE={_EXAMPLE}"
-_LATE = (
-    "NCCL read its settings before butter_mpi could set them: another package started NCCL first in this process "
-    "(start butter_mpi before it)"
-)
 _NESTED = "another communicator was started in this process at the same time (start one after the other)"
 
 
@@ -100,6 +96,11 @@ def hindrance_of(given: Mapping[str, str]) -> str:
 class _File:
     """A file that NCCL writes its log to; it counts only while NCCL of this process has it open."""
 
+    unopened = (
+        "NCCL has not opened the file that NCCL_DEBUG_FILE names: another package started NCCL first in this process, "
+        "or the file cannot be made (set both variables before the program starts, and name a folder that is there)"
+    )
+
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -134,6 +135,11 @@ def _writes_only(fd: int, file: os.stat_result) -> bool:
 
 class _Memory(_File):
     """A file in memory, and the second one that takes nothing."""
+
+    unopened = (
+        "NCCL read its settings before butter_mpi could set them: another package started NCCL first in this process "
+        "(start butter_mpi before it)"
+    )
 
     def __init__(self) -> None:
         self._log = os.memfd_create("butter_mpi-nccl-log")
@@ -205,7 +211,7 @@ class Capture:
     def hindrance(self) -> str:
         """Why the log tells nothing, with a remedy; empty where it does. To be asked once NCCL has started."""
         if self._file is not None and self._file.writer() is None:
-            return _LATE
+            return self._file.unopened
         return self._hindrance
 
     def __enter__(self) -> Capture:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from helpers.child import run_child
 from helpers.libnccl_files import NcclFiles, real_library
 
-from butter_mpi.nccl_log import SUBSYSTEMS, expanded, hindrance_of
+from butter_mpi.environment import c_environment
+from butter_mpi.nccl_log import SUBSYSTEMS, Capture, expanded, hindrance_of
 
 SETUP = """
 import ctypes, json, os, sys
@@ -242,7 +244,22 @@ told(hindrance=log.hindrance, text=log.text())
 """
     env = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/none/%p.log"}
     said = run_child(SETUP + code, library, env=env)
-    assert said["hindrance"] and said["text"] == ""
+    assert said["hindrance"].startswith("NCCL has not opened the file") and said["text"] == ""
+
+
+def test_no_file_in_memory_is_a_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses one, the start goes on, and the reason is told."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    for name in [name for name in c_environment() if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    with Capture(os.devnull) as log:
+        assert not [name for name in c_environment() if name.startswith("NCCL_")]
+    assert "Operation not permitted (set NCCL_DEBUG=INFO and NCCL_DEBUG_FILE=" in log.hindrance
+    assert log.connections().as_dict()["hindrance"] == log.hindrance
 
 
 def test_settings_in_a_configuration_file_are_the_users(library: Path, tmp_path: Path) -> None:
