@@ -161,7 +161,7 @@ class _Memory(_File):
         """Let NCCL's descriptor lead here again; ``False``: NCCL has closed it since."""
         if self._lent is None or not _is(self._lent, self._nothing):
             return False
-        own = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        own = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(own, self._lent, inheritable=False)
         os.close(own)
         return True

@@ -18,7 +18,7 @@ _LINE_OF = re.compile(r":(?P<pid>\d+):-?\d+(?: \[-?\d+\])?$")
 _NETWORK = re.compile(r"Using network (?P<net>.+)")
 _CHANNEL = re.compile(
     r"Channel \d+(?:/\d+)? : (?P<src>\d+)\[[0-9a-f]+\] -> (?P<dst>\d+)\[[0-9a-f]+\]"
-    r"(?: \[(?P<direction>send|receive)\])? via (?P<via>(?P<kind>NET/[^/]+(?=/-?\d)|(?!NET/)[^/]+)/.+)"
+    r"(?: \[(?P<direction>send|receive)\])? via (?P<via>(?P<kind>NET/[^/]+|(?!NET/)[^/]+)/.+)"
 )
 _COLLNET = re.compile(r"CollNet \d+/\d+ : \d+ \[(?P<direction>send|receive)\] via (?P<via>(?P<kind>COLLNET/[^/]+)/.+)")
 _OF_ONE_CHANNEL = re.compile(r"/-?\d+\[[0-9a-f]+\]|(?<=\d)\(\d+\)|/flush=\w+")

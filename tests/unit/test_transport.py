@@ -114,8 +114,8 @@ def test_half_a_line_is_no_channel_of_another_kind(line: str, rank: int, kind: s
 
 def test_collnet_is_a_channel_into_the_network() -> None:
     """Its line names no other rank."""
-    (link,) = read_log(log("CollNet 00/0 : 3 [send] via COLLNET/SHARP/0/GDRDMA"), PID).links
-    assert link == Link("COLLNET/SHARP", (-1,), 1, 0, ("COLLNET/SHARP/0/GDRDMA",))
+    link = Link("COLLNET/SHARP", (-1,), 1, 0, ("COLLNET/SHARP/0/GDRDMA",))
+    assert read_log(log("CollNet 00/0 : 3 [send] via COLLNET/SHARP/0/GDRDMA"), PID) == Connections((), (), (link,))
 
 
 def test_networks_are_named_whole_and_once() -> None:
