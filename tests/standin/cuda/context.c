@@ -12,7 +12,10 @@ _Atomic int driver_broken;
 CUcontext context_current(void) { return depth ? stack[depth - 1] : NULL; }
 CUcontext context_of_device(int device) { return &contexts[device]; }
 
-API void standin_break(int status) { atomic_store(&driver_broken, status); }
+API void standin_break(int status) {
+  atomic_store(&driver_broken, status);
+  driver_ring();
+}
 
 CUresult driver_enter(const char *function, enum needs needs) {
   fault found = standin_fault(function);

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "driver.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -102,7 +103,7 @@ CUresult memory_release(CUdeviceptr pointer) {
     in_use[b->device] -= b->bytes;
   }
   driver_unlock();
-  free(shadow);
+  if (!atomic_load(&driver_broken)) free(shadow); /* else work that never ends may still touch it */
   return shadow ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

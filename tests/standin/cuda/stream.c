@@ -25,7 +25,7 @@ void mark_drop(struct mark *mark) {
 void mark_await(struct mark *mark) {
   if (!mark) return;
   mark_keep(mark);
-  while (!mark->done) driver_wait();
+  while (!mark->done && !atomic_load(&driver_broken)) driver_wait(); /* a broken device finishes nothing */
   ORDER_ACQUIRE(mark->order);
   mark_drop(mark);
 }
@@ -202,7 +202,7 @@ void context_drain(CUcontext context) {
       mark_await(s->last);
       if (waited) break; /* the list may have changed meanwhile */
     }
-  } while (waited);
+  } while (waited && !atomic_load(&driver_broken));
 }
 
 void capture_end_everywhere(struct capture *capture) {
