@@ -20,7 +20,7 @@ typedef struct {
   int device, live, pinned, pooled;
 } block;
 
-static const size_t space = 1ul << 42; /* addresses, not memory */
+static const size_t space = 1ul << 38; /* of addresses; ThreadSanitizer leaves no room for much more */
 static CUdeviceptr start, next_address;
 static block blocks[MAX_BLOCKS]; /* device memory, by ascending address; pinned host memory has blocks of its own */
 static size_t block_count, in_use[MAX_DEVICES];
