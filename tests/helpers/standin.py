@@ -114,8 +114,8 @@ class Standin:
         Returns
         -------
         dict of str to str
-            For ``env`` or ``rank_env`` of a job. Those of a ThreadSanitizer build belong into ``rank_env``: the launcher
-            should not load it.
+            For ``env`` or ``rank_env`` of a job. Those of a ThreadSanitizer build belong into ``rank_env``: the
+            launcher should not load it.
         """
         paths = filter(None, [str(self.folder), os.environ.get("LD_LIBRARY_PATH")])
         own = {"LD_LIBRARY_PATH": os.pathsep.join(paths), "NCCL_LIBRARY": str(self.nccl)}
@@ -131,9 +131,7 @@ class Standin:
             own["TSAN_OPTIONS"] = f"exitcode=66 report_signal_unsafe=0 suppressions={SOURCES / 'tsan.supp'}"
         return {**own, **more}
 
-    def start(
-        self, code: str, *arguments: object, env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, code: str, *arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a Python program on the stand-ins; ``env`` is added to what :meth:`env` gives."""
         foreign = ("NCCL_", "CUDA_", "STANDIN_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}

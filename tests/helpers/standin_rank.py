@@ -183,7 +183,9 @@ class Nccl:
         assert self.GetUniqueId(ctypes.byref(made)) == 0, self.error()
         return made
 
-    def init(self, size: int, identity: UniqueId, rank: int, config: Config | None = None) -> tuple[int, ctypes.c_void_p]:
+    def init(
+        self, size: int, identity: UniqueId, rank: int, config: Config | None = None
+    ) -> tuple[int, ctypes.c_void_p]:
         """Make a communicator; return the status and the handle."""
         comm = ctypes.c_void_p()
         given = ctypes.byref(config) if config else None

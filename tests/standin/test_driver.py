@@ -1,4 +1,4 @@
-"""The stand-in for the CUDA driver, under the real cuda-python: what a program may rely on, and what it must survive."""
+"""The stand-in for the CUDA driver, under the real cuda-python: what a program may rely on and must survive."""
 
 from __future__ import annotations
 
@@ -271,7 +271,8 @@ def test_copies_and_fills(standin: Standin) -> None:
     check(driver.cuMemcpyDtoHAsync(back.ctypes.data, y, 64, s))
     check(driver.cuStreamSynchronize(s))
     expected = np.concatenate([[7] * 4, [2, 1] * 2, [4, 3, 2, 1], host[12:32], host[:16], host[48:]])
-    print(json.dumps([sorted(fresh), bool((back == expected).all()), status(driver.cuMemcpyDtoD(x, host.ctypes.data, 4)),
+    print(json.dumps([sorted(fresh), bool((back == expected).all()),
+                      status(driver.cuMemcpyDtoD(x, host.ctypes.data, 4)),
                       status(driver.cuMemcpyHtoD(host.ctypes.data, host.ctypes.data, 4)),
                       status(driver.cuMemsetD32Async(y + 1, 0, 1, s))]))
     """
@@ -305,11 +306,11 @@ def test_images_and_kernels(standin: Standin) -> None:
     g = Gpu()
     library = check(driver.cuLibraryLoadData(b".version 8.0", [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, b"delay_us"))
-    s = g.stream()
-    check(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, s, ((10,), (ctypes.c_uint32,)), 0))
+    s, given = g.stream(), ((10,), (ctypes.c_uint32,))
+    check(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, s, given, 0))
     check(driver.cuStreamSynchronize(s))
     print(json.dumps([status(driver.cuModuleLoadData(b"rubbish")), status(driver.cuLibraryGetKernel(library, b"none")),
-                      status(driver.cuLaunchKernel(kernel, 1, 1, 1, 2048, 1, 1, 0, s, ((10,), (ctypes.c_uint32,)), 0))]))
+                      status(driver.cuLaunchKernel(kernel, 1, 1, 1, 2048, 1, 1, 0, s, given, 0))]))
     """
     assert run(standin, code) == [200, 500, 1]
 
@@ -320,7 +321,8 @@ def test_capture_is_seen_and_can_be_spoiled(standin: Standin) -> None:
     g = Gpu()
     a, b, event, x = g.stream(), g.stream(), g.event(), g.put(np.zeros(4, np.float32))
     mode = driver.CUstreamCaptureMode
-    def capturing(s): return [int(check(driver.cuStreamIsCapturing(s))), int(check(driver.cuStreamGetCaptureInfo(s))[0])]
+    def capturing(s):
+        return [int(check(driver.cuStreamIsCapturing(s))), int(check(driver.cuStreamGetCaptureInfo(s))[0])]
     before = capturing(a)
     check(driver.cuStreamBeginCapture(a, mode.CU_STREAM_CAPTURE_MODE_RELAXED))
     during = capturing(a)
@@ -449,7 +451,8 @@ def test_cuda_core_runs(standin: Standin) -> None:
     back = np.zeros(1024, np.uint8)
     check(driver.cuMemcpyDtoH(back.ctypes.data, int(buffer.handle), 1024))
     again = Stream.from_handle(int(s.handle))
-    print(json.dumps([d.name, e.is_done, buffer.device_id, set(back.tolist()) == {9}, int(again.handle) == int(s.handle)]))
+    same = int(again.handle) == int(s.handle)
+    print(json.dumps([d.name, e.is_done, buffer.device_id, set(back.tolist()) == {9}, same]))
     buffer.close(); s.close()
     """
     assert run(standin, code) == ["Stand-in GPU 1", True, 1, True, True]

@@ -1,4 +1,4 @@
-"""ThreadSanitizer on the stand-ins: silent where streams are ordered, loud where a wait is missing although the result is right."""
+"""ThreadSanitizer on the stand-ins: silent where streams are ordered, loud where a wait is missing by luck only."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def start(standin: Standin, n: int, code: str, missing: str = "") -> list[Ended]
 
 
 def test_ordered_streams_are_silent(standin: Standin) -> None:
-    """Producer, event, wait, collective, event, consumer; then all again on streams the other way round, and clean-up."""
+    """Producer, event, wait, collective, event, consumer; then on other streams, and clean-up."""
     code = """
     for _ in range(3):
         x, a, b, c = pipeline(gpu, comm, rank, n)
@@ -78,7 +78,9 @@ def test_ordered_streams_are_silent(standin: Standin) -> None:
         assert ended.value == 0 and REPORT not in ended.err, ended.text
 
 
-@pytest.mark.parametrize(("missing", "first", "second"), [("before", "fill_f32", "buffer_copy"), ("after", "buffer_copy", "axpy_f32")])
+@pytest.mark.parametrize(
+    ("missing", "first", "second"), [("before", "fill_f32", "buffer_copy"), ("after", "buffer_copy", "axpy_f32")]
+)
 def test_missing_wait_is_reported(standin: Standin, missing: str, first: str, second: str) -> None:
     """The result is right in every run, for the work was done in time; the report names both sides."""
     for ended in start(standin, 2, "pipeline(gpu, comm, rank, n)\nprint('right')", missing):

@@ -1,4 +1,4 @@
-/* Every function of the CUDA stand-in: PLAIN where the symbol has the name itself, AS(name, since, symbol) elsewhere. */
+/* Every function of the CUDA stand-in: PLAIN where its symbol is its name, else AS(name, since, symbol). */
 AS(cuCtxCreate, 0, cuCtxCreate_v2)
 AS(cuCtxCreate, 12050, cuCtxCreate_v4)
 AS(cuCtxDestroy, 0, cuCtxDestroy_v2)

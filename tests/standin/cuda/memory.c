@@ -71,9 +71,17 @@ static CUresult reserve(void) {
   return CUDA_SUCCESS;
 }
 
+static void forget_freed_blocks(void) {
+  size_t kept = 0;
+  for (size_t i = 0; i < block_count; i++)
+    if (blocks[i].live) blocks[kept++] = blocks[i];
+  block_count = kept;
+}
+
 static CUresult place_block(CUdeviceptr *pointer, size_t bytes, int device) {
   size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   if (!start && reserve()) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (block_count == MAX_BLOCKS) forget_freed_blocks();
   if (block_count == MAX_BLOCKS || bytes > capacity() - in_use[device]) return CUDA_ERROR_OUT_OF_MEMORY;
   if (rounded + GUARD > start + space - next_address) return CUDA_ERROR_OUT_OF_MEMORY;
   char *shadow = aligned_alloc(ALIGNMENT, rounded);

@@ -66,59 +66,64 @@ static ncclResult_t submit(ncclComm_t comm, const char *name, task t) {
   return group_task(comm, t);
 }
 
+static task with(kind kind, const void *send, void *recv, size_t count, int dtype, int op, int root, void *stream) {
+  return (task){.kind = kind, .send = send, .recv = recv, .count = count, .dtype = dtype, .op = op, .root = root,
+                .stream = stream};
+}
+
 API ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = ALL_REDUCE, .send = send, .recv = recv, .count = count, .dtype = dtype, .op = op, .stream = stream});
+  return submit(comm, __func__, with(ALL_REDUCE, send, recv, count, dtype, op, 0, stream));
 }
 
 API ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op, int root,
                             ncclComm_t comm, cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = REDUCE, .send = send, .recv = recv, .count = count, .dtype = dtype, .op = op, .root = root, .stream = stream});
+  return submit(comm, __func__, with(REDUCE, send, recv, count, dtype, op, root, stream));
 }
 
 API ncclResult_t ncclReduceScatter(const void *send, void *recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                                    ncclComm_t comm, cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = REDUCE_SCATTER, .send = send, .recv = recv, .count = count, .dtype = dtype, .op = op, .stream = stream});
+  return submit(comm, __func__, with(REDUCE_SCATTER, send, recv, count, dtype, op, 0, stream));
 }
 
 API ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t dtype, int root,
                                ncclComm_t comm, cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = BROADCAST, .send = send, .recv = recv, .count = count, .dtype = dtype, .root = root, .stream = stream});
+  return submit(comm, __func__, with(BROADCAST, send, recv, count, dtype, 0, root, stream));
 }
 
 API ncclResult_t ncclBcast(void *buffer, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
                            cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = BROADCAST, .send = buffer, .recv = buffer, .count = count, .dtype = dtype, .root = root, .stream = stream});
+  return submit(comm, __func__, with(BROADCAST, buffer, buffer, count, dtype, 0, root, stream));
 }
 
 API ncclResult_t ncclAllGather(const void *send, void *recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
                                cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = ALL_GATHER, .send = send, .recv = recv, .count = count, .dtype = dtype, .stream = stream});
+  return submit(comm, __func__, with(ALL_GATHER, send, recv, count, dtype, 0, 0, stream));
 }
 
 API ncclResult_t ncclGather(const void *send, void *recv, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
                             cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = GATHER, .send = send, .recv = recv, .count = count, .dtype = dtype, .root = root, .stream = stream});
+  return submit(comm, __func__, with(GATHER, send, recv, count, dtype, 0, root, stream));
 }
 
 API ncclResult_t ncclScatter(const void *send, void *recv, size_t count, ncclDataType_t dtype, int root,
                              ncclComm_t comm, cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = SCATTER, .send = send, .recv = recv, .count = count, .dtype = dtype, .root = root, .stream = stream});
+  return submit(comm, __func__, with(SCATTER, send, recv, count, dtype, 0, root, stream));
 }
 
 API ncclResult_t ncclAlltoAll(const void *send, void *recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
                               cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = ALL_TO_ALL, .send = send, .recv = recv, .count = count, .dtype = dtype, .stream = stream});
+  return submit(comm, __func__, with(ALL_TO_ALL, send, recv, count, dtype, 0, 0, stream));
 }
 
 API ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
                           cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = SEND, .send = send, .count = count, .dtype = dtype, .root = peer, .stream = stream});
+  return submit(comm, __func__, with(SEND, send, NULL, count, dtype, 0, peer, stream));
 }
 
 API ncclResult_t ncclRecv(void *recv, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
                           cudaStream_t stream) {
-  return submit(comm, __func__, (task){.kind = RECV, .recv = recv, .count = count, .dtype = dtype, .root = peer, .stream = stream});
+  return submit(comm, __func__, with(RECV, NULL, recv, count, dtype, 0, peer, stream));
 }
 
 /* ---- reductions that multiply by a rank's own scalar first */

@@ -60,7 +60,8 @@ struct comm {
   _Atomic int state;       /* what ncclCommGetAsyncError says */
   _Atomic int stop;        /* ends every wait of this communicator */
   _Atomic int outstanding; /* work on streams, and jobs on threads */
-  int stuck, connected, ring, finalized, revoked, stopped, links[MAX_RANKS];
+  int stuck, ring, finalized, revoked, stopped, links[MAX_RANKS];
+  unsigned suspects;       /* peers that are gone, a bit each; for the thread that runs operations */
   uint64_t step, turn;
   ncclComm_t parent; /* while it is being made from that one */
   void *last_stream;
@@ -75,17 +76,22 @@ void world_forget_made(ncclComm_t comm);  /* all ranks are in: the maker's own h
 void world_close(ncclComm_t comm);
 void world_sit(ncclComm_t comm); /* lets the others see whether this rank lives */
 int world_heard(ncclComm_t comm);
-int world_pause(ncclComm_t comm, int heard); /* waits for the bell; 0 when the communicator is stopped */
+/* Waits for the bell, on behalf of something that the given peers (a bit each) have to do; 0 when the communicator is
+   stopped. */
+int world_pause(ncclComm_t comm, int heard, unsigned peers);
 void world_ring(ncclComm_t comm);
 void world_hang(ncclComm_t comm); /* until stopped */
 
-/* Waits for a condition over shared memory; leaves with `result` when the communicator is stopped. */
-#define AWAIT(comm, condition, result)                     \
+/* Waits for a condition over shared memory that a peer must meet; leaves with `result` when the communicator stops. A
+   lost peer is seen only where operations run: NO_PEER elsewhere. */
+#define NO_PEER 0u
+#define AWAIT_PEERS(comm, condition, peers, result)                                           \
   for (int heard_ = world_heard(comm); !(condition); heard_ = world_heard(comm)) \
-    if (!world_pause(comm, heard_)) return result
+    if (!world_pause(comm, heard_, peers)) return result
+#define AWAIT(comm, condition, result) AWAIT_PEERS(comm, condition, NO_PEER, result)
 
 /* ---- log.c */
-typedef enum { SUB_INIT = 1, SUB_ENV = 2, SUB_BOOTSTRAP = 4, SUB_NET = 8, SUB_P2P = 16, SUB_SHM = 32, SUB_DESTROY = 64 } subsystem;
+enum { SUB_INIT = 1, SUB_ENV = 2, SUB_BOOTSTRAP = 4, SUB_NET = 8, SUB_P2P = 16, SUB_SHM = 32, SUB_DESTROY = 64 };
 int nccl_version(void);
 long setting(const char *name, long otherwise);
 void log_info(ncclComm_t comm, int subsystems, const char *format, ...) __attribute__((format(printf, 3, 4)));

@@ -23,8 +23,8 @@ static void log_channel(ncclComm_t comm, int channel, int connection, int from, 
   int sends = from == comm->rank;
   const char *way = transport(comm, sends ? to : from);
   if (!strcmp(way, "NET"))
-    log_info(comm, SUB_INIT | SUB_NET, "Channel %02d/%d : %d[%d] -> %d[%d] [%s] via NET/%s/0", channel, connection, from,
-             seats[from].number, to, seats[to].number, sends ? "send" : "receive", comm->network);
+    log_info(comm, SUB_INIT | SUB_NET, "Channel %02d/%d : %d[%d] -> %d[%d] [%s] via NET/%s/0", channel, connection,
+             from, seats[from].number, to, seats[to].number, sends ? "send" : "receive", comm->network);
   else if (sends && !strcmp(way, "SHM"))
     log_info(comm, SUB_INIT | SUB_SHM, "Channel %02d : %d[%d] -> %d[%d] via %s", channel, from, seats[from].number, to,
              seats[to].number, nccl_version() >= 23005 ? "SHM/direct" : "SHM/direct/direct");
@@ -40,11 +40,11 @@ ncclResult_t connect_all(ncclComm_t comm) {
   atomic_store(&comm->world->seats[comm->rank].connected, 1);
   world_ring(comm);
   for (int r = 0; r < comm->size; r++) AWAIT(comm, atomic_load(&comm->world->seats[r].connected), ncclInternalError);
-  comm->ring = comm->connected = 1;
+  comm->ring = 1;
   if (comm->size == 1) return ncclSuccess;
   for (int c = 0; c < CHANNELS; c++) log_channel(comm, c, 0, before, comm->rank);
   for (int c = 0; c < CHANNELS; c++) log_channel(comm, c, 0, comm->rank, next);
-  log_info(comm, SUB_INIT, nccl_version() >= 22400 ? "Connected all rings, use ring PXN 0 GDR 1" : "Connected all rings");
+  log_info(comm, SUB_INIT, "Connected all rings%s", nccl_version() >= 22400 ? ", use ring PXN 0 GDR 1" : "");
   return ncclSuccess;
 }
 
@@ -58,7 +58,6 @@ ncclResult_t connect_await(ncclComm_t comm, int peer, int sends) {
   int done = sends ? 4 : 8;
   if (peer == comm->rank || (comm->links[peer] & done)) return ncclSuccess;
   AWAIT(comm, atomic_load(&comm->world->seats[peer].linked[comm->rank]) & (sends ? 2 : 1), ncclInternalError);
-  comm->connected = 1;
   comm->links[peer] |= done;
   for (int c = 0; c < CHANNELS; c++) log_channel(comm, c, 1, sends ? comm->rank : peer, sends ? peer : comm->rank);
   return ncclSuccess;

@@ -78,7 +78,8 @@ static ncclResult_t connect_bundle(bundle *b) {
   for (task *t = b->first; t; t = t->next)
     if (t->kind == SEND || t->kind == RECV) connect_announce(b->comm, t->root, t->kind == SEND);
   for (task *t = b->first; t && !result; t = t->next)
-    result = t->kind == SEND || t->kind == RECV ? connect_await(b->comm, t->root, t->kind == SEND) : connect_all(b->comm);
+    result = t->kind != SEND && t->kind != RECV ? connect_all(b->comm)
+                                                : connect_await(b->comm, t->root, t->kind == SEND);
   return result;
 }
 

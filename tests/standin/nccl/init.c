@@ -48,9 +48,10 @@ static void log_network(ncclComm_t comm) {
   const char *space = nccl_version() >= 22400 ? "" : " ";
   int bootstrap = nccl_version() >= 22300 ? SUB_BOOTSTRAP : SUB_INIT;
   log_info(comm, bootstrap, "Bootstrap%s: Using lo:127.0.0.1<0>", space);
-  if (!strcmp(comm->network, "IB")) log_info(comm, SUB_INIT | SUB_NET, "NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB lo:127.0.0.1<0>");
-  else log_info(comm, SUB_INIT | SUB_NET, "NET/IB : No device found.");
-  if (!strcmp(comm->network, "Socket")) log_info(comm, SUB_INIT | SUB_NET, "NET/Socket : Using [0]lo:127.0.0.1<0>");
+  int ib = !strcmp(comm->network, "IB");
+  log_info(comm, SUB_INIT | SUB_NET, "NET/IB : %s",
+           ib ? "Using [0]mlx5_0:1/RoCE [RO]; OOB lo:127.0.0.1<0>" : "No device found.");
+  if (!ib) log_info(comm, SUB_INIT | SUB_NET, "NET/Socket : Using [0]lo:127.0.0.1<0>");
   if (nccl_version() >= 22703) {
     log_info(comm, SUB_INIT | SUB_NET, "Initialized NET plugin %s", comm->network);
     log_info(comm, SUB_INIT | SUB_NET, "Assigned NET plugin %s to comm", comm->network);
@@ -118,7 +119,8 @@ static ncclResult_t compare_devices(ncclComm_t comm) {
     for (int b = a + 1; b < comm->size; b++) {
       if (!shares_device(&seats[a], &seats[b])) continue;
       if (!found++)
-        log_warn("Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", a, b, (unsigned)seats[a].bus << 12);
+        log_warn("Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", a, b,
+                 (unsigned)seats[a].bus << 12);
       if (a == comm->rank || b == comm->rank) concerned = 1;
     }
   }

@@ -57,7 +57,7 @@ API ncclResult_t ncclMemFree(void *pointer) {
   return ncclInvalidArgument;
 }
 
-/* The largest address that ncclMemAlloc gave and that is not above a pointer; 0 if its memory does not hold the range. */
+/* The address that ncclMemAlloc gave for the memory that holds a range; 0 if there is none. */
 static uint64_t allocation_of(const void *pointer, size_t bytes) {
   uint64_t base = 0, wanted = (uintptr_t)pointer;
   for (int i = 0; i < MAX_LIST; i++) {

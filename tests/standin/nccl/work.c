@@ -1,4 +1,4 @@
-/* What a group does when its turn on the stream has come: collectives one by one, then all sends and receives at once. */
+/* What a group does when its turn on the stream comes: collectives one by one, then sends and receives together. */
 #define _GNU_SOURCE
 #include "comm.h"
 
@@ -26,7 +26,8 @@ typedef struct {
 static int barrier(ncclComm_t comm) {
   atomic_store(&comm->world->seats[comm->rank].step, ++comm->step);
   world_ring(comm);
-  for (int r = 0; r < comm->size; r++) AWAIT(comm, atomic_load(&comm->world->seats[r].step) >= comm->step, 0);
+  for (int r = 0; r < comm->size; r++)
+    AWAIT_PEERS(comm, atomic_load(&comm->world->seats[r].step) >= comm->step, 1u << r, 0);
   return 1;
 }
 
@@ -154,14 +155,16 @@ static int pull_parcel(ncclComm_t comm, task *t, size_t bytes) {
   return 1;
 }
 
-static int step(ncclComm_t comm, task *first, int *left) {
+/* `left` gets a bit for each peer with whom something is not done. */
+static int step(ncclComm_t comm, task *first, unsigned *left) {
   int moved = 0;
   *left = 0;
   for (task *t = first; t; t = t->next) {
     size_t bytes = t->count * dtype_bytes(t->dtype);
     if (t->done) continue;
-    if (!same_way_before(first, t)) moved |= t->kind == SEND ? push_parcel(comm, t, bytes) : pull_parcel(comm, t, bytes);
-    *left += !t->done;
+    if (!same_way_before(first, t))
+      moved |= t->kind == SEND ? push_parcel(comm, t, bytes) : pull_parcel(comm, t, bytes);
+    if (!t->done) *left |= 1u << t->root;
   }
   if (moved) world_ring(comm);
   return moved;
@@ -178,11 +181,11 @@ static int place_parcels(task *first) {
 }
 
 static void run_parcels(ncclComm_t comm, task *first) {
-  int left = 1;
+  unsigned left = 1;
   if (!place_parcels(first)) return;
   while (left) {
     int heard = world_heard(comm);
-    if (!step(comm, first, &left) && left && !world_pause(comm, heard)) return;
+    if (!step(comm, first, &left) && left && !world_pause(comm, heard, left)) return;
   }
 }
 

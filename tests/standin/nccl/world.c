@@ -129,16 +129,23 @@ static int is_alive(ncclComm_t comm, int rank) {
 }
 
 /* A network connection tells of a lost peer; memory between processes of a host does not. 2.18 never tells. */
-static void look_for_lost_peers(ncclComm_t comm) {
+static unsigned lost_among(ncclComm_t comm, unsigned peers) {
   static _Thread_local long next;
-  if (now_ms() < next || !comm->connected || nccl_version() < 21900) return;
+  unsigned lost = 0;
+  if (!peers || now_ms() < next || nccl_version() < 21900) return 0;
   next = now_ms() + LIFE_CHECK_MS;
-  if (atomic_load(&comm->state) != ncclSuccess) return;
-  for (int r = 0; r < comm->size; r++) {
-    if (!crosses_network(comm, r) || is_alive(comm, r)) continue;
-    log_warn("socketProgress: Connection closed by remote peer %d", r);
-    atomic_store(&comm->state, ncclRemoteError);
-  }
+  for (int r = 0; r < comm->size; r++)
+    if ((peers >> r & 1) && crosses_network(comm, r) && !is_alive(comm, r)) lost |= 1u << r;
+  return lost;
+}
+
+/* A peer may do its part, and end well, between a look at its part and a look at its life. So one that is gone is only
+   suspected, and reported if its part is still missing at the next look. */
+static void report_lost(ncclComm_t comm, unsigned peers) {
+  int expected = ncclSuccess;
+  if (!(comm->suspects & peers)) return;
+  if (atomic_compare_exchange_strong(&comm->state, &expected, ncclRemoteError))
+    log_warn("socketProgress: Connection closed by remote peer %d", __builtin_ctz(comm->suspects & peers));
 }
 
 /* ---- waiting */
@@ -150,11 +157,12 @@ void world_ring(ncclComm_t comm) {
   syscall(SYS_futex, &comm->world->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-int world_pause(ncclComm_t comm, int heard) {
+int world_pause(ncclComm_t comm, int heard, unsigned peers) {
   struct timespec nap = {0, NAP_MS * 1000000};
   if (is_stopped(comm)) return 0;
+  report_lost(comm, peers);
   syscall(SYS_futex, &comm->world->bell, FUTEX_WAIT, heard, &nap, NULL, 0);
-  look_for_lost_peers(comm);
+  comm->suspects |= lost_among(comm, peers);
   return !is_stopped(comm);
 }
 

@@ -1,6 +1,6 @@
 /* The door between the two stand-ins: what libnccl.so.2 asks of libcuda.so.1 beside the public driver API.
 
-   The NCCL stand-in opens the library at run time, as the real NCCL does, so the names are looked up (see cuda.c there). */
+   The NCCL stand-in opens the library at run time, as the real NCCL does, so the names are looked up in its cuda.c. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
