@@ -1,4 +1,4 @@
-"""Programs on several ranks of the NCCL stand-in: what each begins with, and what comes back."""
+"""Programs on the stand-ins, in one process or on several ranks: what each begins with, and what comes back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 from helpers.standin import Ended, Standin
 
-__all__ = ["INIT", "REFERENCE", "start", "values"]
+__all__ = ["DRIVER", "INIT", "REFERENCE", "driver_value", "start", "values"]
+
+DRIVER = """
+import ctypes, json, sys, threading
+import numpy as np
+from helpers.standin_rank import *
+
+def status(result):
+    return int(result[0])
+"""
+"""How a program begins that uses the driver alone."""
 
 _HEAD = """
 import ctypes, json, os, signal, sys, threading, time
@@ -46,6 +56,11 @@ def same(got, expected):
     return bool(np.allclose(got.astype(np.float64), expected.astype(np.float64), rtol=near))
 """
 """What each rank contributes, and what NumPy makes of it."""
+
+
+def driver_value(standin: Standin, code: str, **env: str) -> Any:
+    """Run one process that uses the driver alone; return what it printed."""
+    return standin.run(DRIVER + textwrap.dedent(code), env=env)
 
 
 def start(
