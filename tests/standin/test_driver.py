@@ -96,7 +96,7 @@ def test_host_function_runs_in_stream_order(standin: Standin) -> None:
     check(driver.cuLaunchHostFunc(s, driver.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 42))
     before = list(order)
     release()
-    check(driver.cuStreamSynchronize(s))
+    assert until(lambda: status(driver.cuStreamQuery(s)) == 0)    # older bindings synchronize with the interpreter held
     print(json.dumps([before, order]))
     """
     assert driver_value(standin, code) == [[], [42]]

@@ -42,7 +42,8 @@ def test_pointers_are_described(standin: Standin) -> None:
     names = [a.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, a.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
              a.CU_POINTER_ATTRIBUTE_RANGE_SIZE, a.CU_POINTER_ATTRIBUTE_IS_MANAGED]
     def describe(pointer):
-        return [int(value) for value in check(driver.cuPointerGetAttributes(len(names), names, pointer))]
+        found = check(driver.cuPointerGetAttributes(len(names), names, pointer))
+        return [int(np.int64(int(value)).astype(np.int32)) for value in found]
     x, host = g.blank(100), np.zeros(4)
     pinned = int(check(driver.cuMemHostAlloc(64, 0)))
     pooled = int(check(driver.cuMemAllocAsync(32, 0)))

@@ -93,6 +93,23 @@ def test_error_in_a_group_drops_it(standin: Standin) -> None:
     assert values(standin, 2, code) == [[[0, 4, 0, 4, 5, 0], 2.0]] * 2
 
 
+def test_simulated_group_is_not_run(standin: Standin) -> None:
+    """The structure has a magic of its own; what the group held is dropped."""
+    code = """
+    class Info(ctypes.Structure):
+        _fields_ = (("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint),
+                    ("time", ctypes.c_float))
+    x, found = gpu.put(np.ones(4, np.float32)), []
+    for magic in (0x74685283, 0xCAFEBEEF):
+        info = Info(24, magic, 22200, -1.0)
+        nccl.GroupStart()
+        found.append(nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)))
+        found += [nccl.GroupSimulateEnd(ctypes.byref(info)), info.time > 0]
+    print(json.dumps([found, nccl.GroupEnd(), gpu.get(x, np.zeros(4, np.float32)).tolist()]))
+    """
+    assert values(standin, 2, code) == [[[0, 0, True, 0, 4, False], 5, [1.0] * 4]] * 2
+
+
 def test_configuration_is_checked(standin: Standin) -> None:
     """Magic, size, version and fields, as the library reads them."""
     code = """

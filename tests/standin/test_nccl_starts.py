@@ -50,6 +50,18 @@ def test_init_whose_peer_never_comes_is_aborted(standin: Standin, blocking: int)
     assert values(standin, 1, code, init="") == [expected]
 
 
+def test_scalable_init(standin: Standin) -> None:
+    """Several IDs make one communicator; none, or more than ranks, are refused."""
+    code = """
+    gpu = Gpu(rank); first = first_id(nccl, rank)
+    comm, ids = ctypes.c_void_p(), (UniqueId * 2)(first, first)
+    def attempt(count):
+        return nccl.CommInitRankScalable(ctypes.byref(comm), n, rank, count, ctypes.addressof(ids), None)
+    print(json.dumps([attempt(0), attempt(3), attempt(2), nccl.ask("CommUserRank", comm)]))
+    """
+    assert values(standin, 2, code, init="") == [[4, 4, 0, 0], [4, 4, 0, 1]]
+
+
 def test_init_that_hangs_by_injection(standin: Standin) -> None:
     """The rank itself is stuck, and so are the others; all can abort."""
     code = """

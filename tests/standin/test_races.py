@@ -11,7 +11,7 @@ from helpers.standin import Ended, Standin, build
 REPORT = "WARNING: ThreadSanitizer: data race"
 
 HEAD = """
-import json, os, sys
+import ctypes, json, os, sys
 import numpy as np
 from helpers.standin_rank import *
 
@@ -129,6 +129,58 @@ def test_every_kind_of_work_is_watched(standin: Standin, use: str) -> None:
     """
     (ended,) = start(standin, 1, code)
     assert ended.rc == 66 and REPORT in ended.err, ended.text
+
+
+MIXTURE = """
+import random
+
+child, rng = ctypes.c_void_p(), random.Random(5)
+assert nccl.CommSplit(comm, 0, -rank, ctypes.byref(child), None) == 0
+streams = [gpu.stream(i % 2) for i in range(4)]
+x, y = gpu.put(np.ones(N, np.int64)), gpu.put(np.ones(N, np.int64))
+p, q = gpu.put(np.full(N, rank, np.int64)), gpu.blank(8 * N)
+
+def pair(s):
+    nccl.GroupStart()
+    nccl.Send(p, N, 4, (rank + 1) % n, comm, s)
+    nccl.Recv(q, N, 4, (rank - 1) % n, comm, s)
+    return nccl.GroupEnd()
+
+def two_communicators(s):
+    nccl.GroupStart()
+    nccl.AllReduce(x, x, N, 4, 3, comm, s)
+    nccl.AllReduce(y, y, N, 4, 2, child, s)
+    return nccl.GroupEnd()
+
+def memory(s):
+    check(driver.cuMemsetD8Async(q, 1, 8 * N, s))
+    check(driver.cuMemFreeAsync(int(check(driver.cuMemAllocAsync(64, s))), s))
+    return 0
+
+kinds = [
+    pair,
+    two_communicators,
+    memory,
+    lambda s: nccl.AllReduce(x, x, N, 4, 2, comm, s),
+    lambda s: nccl.Broadcast(y, y, N, 4, 0, child, s),
+    lambda s: int(driver.cuStreamSynchronize(s)[0]),
+]
+last = streams[0]
+for _ in range(400):
+    stream = rng.choice(streams)
+    if int(stream) != int(last): gpu.order(last, stream)
+    assert rng.choice(kinds)(int(stream)) == 0
+    last = stream
+check(driver.cuCtxSynchronize())
+right = all((gpu.get(a, np.zeros(N, np.int64)) == 1).all() for a in (x, y))
+print(json.dumps([bool(right), nccl.CommDestroy(child), nccl.CommDestroy(comm)]))
+"""
+
+
+def test_long_mixture_is_right_and_silent(standin: Standin) -> None:
+    """Four hundred steps over four streams, two communicators and three ranks, the same on every rank."""
+    for ended in start(standin, 3, MIXTURE):
+        assert ended.value == [True, 0, 0] and REPORT not in ended.err, ended.text
 
 
 MPI = """
