@@ -152,6 +152,20 @@ def test_calls_return_before_the_work_is_done(standin: Standin) -> None:
     assert values(standin, 2, code) == [[[0, 0, 0], [False, False], 16.0]] * 2
 
 
+def test_captured_operation_is_not_run(standin: Standin) -> None:
+    """It succeeds, leaves the capture valid, and moves nothing."""
+    code = """
+    x, relaxed = gpu.put(np.ones(4, np.float32)), driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    given = [nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream))]
+    check(driver.cuStreamBeginCapture(stream, relaxed))
+    given.append(nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)))
+    ended = int(driver.cuStreamEndCapture(stream)[0])
+    check(driver.cuStreamSynchronize(stream))
+    print(json.dumps([given, ended, float(gpu.get(x, np.zeros(4, np.float32))[0]), nccl.CommDestroy(comm)]))
+    """
+    assert values(standin, 2, code) == [[[0, 0], 0, 2.0, 0]] * 2
+
+
 def test_group_joins_and_forks_streams(standin: Standin) -> None:
     """One group over two streams starts when both are ready, and both wait for its end."""
     code = """

@@ -74,6 +74,36 @@ def test_log_names_the_transport(standin: Standin, transport: str, tmp_path: Pat
         assert any(re.search(rf"rank {rank} nranks 2 .* - Init COMPLETE$", text) for text in texts)
 
 
+@pytest.mark.parametrize(
+    ("version", "shm", "rings", "stamped", "function"),
+    [
+        (21803, "SHM/direct/direct", "Connected all rings", False, None),
+        (22703, "SHM/direct/direct", "Connected all rings, use ring PXN 0 GDR 1", True, None),
+        (23203, "SHM/direct", "Connected all rings, use ring PXN 0 GDR 1", True, "standin"),
+    ],
+)
+def test_log_has_the_form_of_its_version(
+    standin: Standin, version: int, shm: str, rings: str, stamped: bool, function: str | None
+) -> None:
+    """The line of a shared-memory channel, of the rings, and of a warning; old versions connect at init."""
+    code = """
+    nccl.AllReduce(0, 0, 4, 99, 0, comm, int(stream))
+    x = gpu.put(np.ones(4, np.float32))
+    assert nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)) == 0
+    check(driver.cuStreamSynchronize(stream))
+    """
+    env = {"STANDIN_NCCL_VERSION": str(version), "STANDIN_TRANSPORT": "SHM", "NCCL_DEBUG": "INFO"}
+    for ended in start(standin, 2, code, env=env):
+        found = [match for line in ended.out.splitlines() if (match := PREFIX.match(line))]
+        (warning,) = [match for match in found if match["level"] == "WARN"]
+        assert "invalid type 99" in warning["msg"]
+        assert ((warning["ts"] is not None), warning["func"]) == (stamped, function)
+        texts = [match["msg"] for match in found]
+        assert rings in texts
+        assert {text.rsplit(" ", 1)[1] for text in texts if text.startswith("Channel")} == {shm}
+        assert (texts.index(rings) < texts.index(warning["msg"])) == (version < 22200)
+
+
 def test_hosts_are_connected_by_the_network(standin: Standin) -> None:
     """Two ranks on each of two hosts: memory within, the network between; one rank says the version."""
     code = """
