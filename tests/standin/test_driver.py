@@ -137,6 +137,22 @@ def test_capture_is_seen_and_can_be_spoiled(standin: Standin) -> None:
     assert (spoiled, unsafe, refused) == ([900, 2, 901, 0], [900, 2, 901], [0, 1, 0])
 
 
+def test_capture_ends_with_its_stream(standin: Standin) -> None:
+    """A stream that is destroyed while it captures takes the capture with it; what joined is free again."""
+    code = """
+    g = Gpu()
+    a, b, event = g.stream(), g.stream(), g.event()
+    check(driver.cuStreamBeginCapture(a, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    check(driver.cuEventRecord(event, a)); check(driver.cuStreamWaitEvent(b, event, 0))
+    joined = int(check(driver.cuStreamIsCapturing(b)))
+    check(driver.cuStreamDestroy(a))
+    others = [g.stream(0) for _ in range(3)]
+    print(json.dumps([joined, int(check(driver.cuStreamIsCapturing(b))), status(driver.cuMemAlloc(4)),
+                      status(driver.cuStreamQuery(b)), status(driver.cuStreamQuery(0))]))
+    """
+    assert driver_value(standin, code) == [1, 0, 0, 0, 0]
+
+
 def test_handles_that_are_gone_are_refused(standin: Standin) -> None:
     """A destroyed stream or event is an invalid handle; its queued work still ran."""
     code = """

@@ -22,7 +22,7 @@ def test_memory_and_registration(standin: Standin) -> None:
     plain = gpu.blank(8192)
     found += [nccl.CommWindowRegister(comm, plain, 4096, ctypes.byref(window), 1), window.value is None]
     found += [nccl.CommRegister(comm, 4096, 16, ctypes.byref(handle))]
-    check(driver.cuMemsetD32(x.value, 0x3f800000, 4))
+    check(driver.cuMemsetD32(x.value, 0x3f800000, 4)); check(driver.cuCtxSynchronize())
     assert nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)) == 0
     check(driver.cuStreamSynchronize(stream))
     found += [gpu.get(x.value, np.zeros(4, np.float32)).tolist() == [2.0] * 4]

@@ -87,6 +87,22 @@ API CUresult cuStreamBeginCapture_v2(CUstream handle, int mode) {
   return status;
 }
 
+static void close_capture(struct capture *capture) {
+  for (size_t i = 0; i < LENGTH(capturing); i++)
+    if (capturing[i] == capture->origin) capturing[i] = NULL;
+  capture_end_everywhere(capture);
+}
+
+void capture_abandon(CUstream stream) {
+  struct capture *c = stream->capture;
+  if (c->origin == stream) {
+    close_capture(c);
+    return;
+  }
+  stream->capture = NULL;
+  capture_leave(c);
+}
+
 static CUresult end(CUstream stream, CUgraph *graph) {
   struct capture *c = stream->capture;
   if (!c) return CUDA_ERROR_ILLEGAL_STATE;
@@ -98,9 +114,7 @@ static CUresult end(CUstream stream, CUgraph *graph) {
     *graph = cell_new();
     (*graph)->nodes = c->nodes;
   }
-  for (size_t i = 0; i < LENGTH(capturing); i++)
-    if (capturing[i] == stream) capturing[i] = NULL;
-  capture_end_everywhere(c);
+  close_capture(c);
   return valid ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 }
 

@@ -100,6 +100,7 @@ int capture_status(CUstream stream);
 void capture_add(CUstream stream);
 void capture_join(CUstream stream, struct capture *capture);
 void capture_leave(struct capture *capture);
+void capture_abandon(CUstream stream); /* the stream is destroyed; with an origin its capture ends */
 CUresult capture_refuse(CUstream stream); /* for calls that a capturing stream forbids: invalidates, returns 900 */
 CUresult capture_unsafe(void);            /* for calls that a global capture forbids everywhere */
 CUresult capture_implicit(CUcontext context, CUstream stream); /* for use of the legacy stream beside a capture */

@@ -234,8 +234,7 @@ API CUresult cuStreamDestroy_v2(CUstream handle) {
   CUstream stream = stream_find(NULL, handle);
   if (stream) {
     stream->closing = 1;
-    if (stream->capture) capture_leave(stream->capture);
-    stream->capture = NULL;
+    if (stream->capture) capture_abandon(stream);
     driver_ring();
   }
   driver_unlock();

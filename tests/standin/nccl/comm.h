@@ -64,7 +64,6 @@ struct comm {
   unsigned suspects;       /* peers that are gone, a bit each; for the thread that runs operations */
   uint64_t step, turn;
   ncclComm_t parent; /* while it is being made from that one */
-  void *last_stream;
   standin_mark *last_mark;
   struct { int used, dtype, residence; double real; int64_t integer; void *device; } ops[MAX_OPS];
   void *registered[MAX_LIST], *windows[MAX_LIST];

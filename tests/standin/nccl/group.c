@@ -102,7 +102,7 @@ static ncclResult_t enqueue_bundle(bundle *b) {
     for (int i = 0; i < count; i++) known |= streams[i] == t->stream;
     if (!known && count < MAX_STREAMS) streams[count++] = t->stream;
   }
-  if (comm->last_mark && comm->last_stream != main_stream) cuda()->follow(comm->context, main_stream, comm->last_mark);
+  if (comm->last_mark) cuda()->follow(comm->context, main_stream, comm->last_mark);
   for (int i = 0; i < count; i++) {
     standin_mark *mark = cuda()->mark_of(comm->context, streams[i]);
     if (mark) cuda()->follow(comm->context, main_stream, mark);
@@ -120,7 +120,6 @@ static ncclResult_t enqueue_bundle(bundle *b) {
   }
   if (comm->last_mark) cuda()->mark_drop(comm->last_mark);
   comm->last_mark = cuda()->mark_of(comm->context, main_stream);
-  comm->last_stream = main_stream;
   for (int i = 0; i < count && comm->last_mark; i++) cuda()->follow(comm->context, streams[i], comm->last_mark);
   return ncclSuccess;
 }
