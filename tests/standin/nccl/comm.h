@@ -84,7 +84,7 @@ void world_hang(ncclComm_t comm); /* until stopped */
 /* Waits for a condition over shared memory that a peer must meet; leaves with `result` when the communicator stops. A
    lost peer is seen only where operations run: NO_PEER elsewhere. */
 #define NO_PEER 0u
-#define AWAIT_PEERS(comm, condition, peers, result)                                           \
+#define AWAIT_PEERS(comm, condition, peers, result)                              \
   for (int heard_ = world_heard(comm); !(condition); heard_ = world_heard(comm)) \
     if (!world_pause(comm, heard_, peers)) return result
 #define AWAIT(comm, condition, result) AWAIT_PEERS(comm, condition, NO_PEER, result)
