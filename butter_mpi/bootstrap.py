@@ -11,32 +11,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from butter_mpi import launch, preflight
+from butter_mpi import cuda, launch, preflight
+from butter_mpi.buffers import stream_handle
 from butter_mpi.collectives import check_plan
 from butter_mpi.communicator import Communicator
 from butter_mpi.control import Control, Overdue, Watch, duplicate
+from butter_mpi.device import Device
 from butter_mpi.ending import ENDING, say
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import (
-    ButterError,
-    NotSupportedError,
+    CUDAError,
     PreflightError,
     StartError,
     StartTimeoutError,
-    text_of,
 )
 from butter_mpi.lane import LANE
+from butter_mpi.library import open_library
 from butter_mpi.mpi_start import load_mpi
+from butter_mpi.nccl_setup import prepare
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.host import HostPlane
-from butter_mpi.planes.solo import SoloPlane
+from butter_mpi.planes.nccl import NcclPlane
+from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
 from butter_mpi.settings import FaultPolicy, Settings
 
-__all__ = ["abort_job", "init", "share_unique_id", "start_deadline"]
+__all__ = ["abort_job", "init", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
-_UNIQUE_ID_BYTES = 128
-_ERROR_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class _Asked:
 
     settings: Settings
     plan: dict[str, Any] | None
+    stream: int | None
     failures: list[str]
 
 
@@ -56,6 +58,8 @@ def init(
     require_transport: str | None = None,
     per_host_interfaces: bool | None = None,
     plan: Mapping[str, Any] | None = None,
+    check: str | None = None,
+    stream: Any = None,
     fault: FaultPolicy | None = None,
 ) -> Communicator:
     """Start: compare every rank's facts over MPI, then make the communicator; or refuse, the same on every rank.
@@ -77,6 +81,11 @@ def init(
         Allow interface names (``NCCL_SOCKET_IFNAME``, ``NCCL_IB_HCA``) to differ between hosts.
     plan : mapping, optional
         The first collective: ``operation``, ``count``, ``dtype``, ``op``, ``root``. It is compared, and held to.
+    check : {"light", "strict"}, optional
+        ``strict``: ranks compare every operation before it is submitted, at the price of a round of MPI messages each.
+        The host plane always does.
+    stream : CUDA stream, optional
+        The ordered stream of ``Communicator.backend`` on the nccl plane; without it, a non-blocking one of its own.
     fault : FaultPolicy, optional
         Deadlines, and what a fault does.
 
@@ -96,7 +105,7 @@ def init(
     StartError
         A step of the start failed on one rank.
     NotSupportedError
-        The nccl plane, which this version does not have yet.
+        The library or the device lacks what was asked for.
 
     Notes
     -----
@@ -113,8 +122,9 @@ def init(
         "share_gpu": share_gpu,
         "require_transport": require_transport,
         "per_host_interfaces": per_host_interfaces,
+        "check": check,
     }
-    asked = _asked(arguments, plan, fault, MPI, comm.size)
+    asked = _asked(arguments, plan, stream, fault, MPI, comm.size)
     ENDING.register(MPI)
     # Below MPI's highest thread level its calls must not overlap with those of operations in other threads.
     lane = contextlib.nullcontext() if MPI.Query_thread() >= MPI.THREAD_MULTIPLE else _lane(asked.settings)
@@ -163,7 +173,9 @@ def _check_mpi(mpi: Any) -> None:
         raise StartError("init: MPI.Finalize was called, and MPI starts once a process: init before it", phase="MPI")
 
 
-def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, mpi: Any, size: int) -> _Asked:
+def _asked(
+    arguments: Mapping[str, Any], plan: Any, stream: Any, fault: FaultPolicy | None, mpi: Any, size: int
+) -> _Asked:
     failures: list[str] = []
 
     def attempt(make: Callable[[], Any], otherwise: Any) -> Any:
@@ -175,6 +187,7 @@ def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, m
 
     settings = attempt(lambda: Settings.resolve(c_environment(), fault, **arguments), Settings())
     checked = attempt(lambda: check_plan(plan, size), None)
+    handle = attempt(lambda: None if stream is None else stream_handle(stream), None)
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
         names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED"}
@@ -182,7 +195,7 @@ def _asked(arguments: Mapping[str, Any], plan: Any, fault: FaultPolicy | None, m
             f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but "
             "from any thread: needs SERIALIZED or higher (mpi4py's default, or mpi4py.rc.thread_level = 'serialized')"
         )
-    return _Asked(settings, checked, failures)
+    return _Asked(settings, checked, handle, failures)
 
 
 class _Start:
@@ -200,6 +213,7 @@ class _Start:
         try:
             return self._connect(record) if self._comm.size > 1 else self._alone(record)
         except Overdue as error:
+            ENDING.alone()
             raise StartTimeoutError(
                 f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start "
                 f"deadline {self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a "
@@ -234,28 +248,64 @@ class _Start:
 
     def _alone(self, record: dict[str, Any]) -> Communicator:
         report = _passed(preflight.judge([record]))
-        return self._made(SoloPlane(**self._options()), report, record)
+        device = self._own_device(record)
+        if device is None:
+            return self._made(SoloPlane(**self._options()), report, record)
+        try:
+            plane = DeviceSoloPlane(device, self._asked.stream, **self._options())
+        except (CUDAError, ValueError, TypeError) as error:
+            raise StartError(f"{self._who}: start: {error}", phase="device") from error
+        return self._made(plane, report, record)
+
+    def _own_device(self, record: dict[str, Any]) -> Device | None:
+        """Return the device on which one rank alone works as the nccl plane would; ``None``: host memory, no device."""
+        if self._settings.plane == "host":
+            return None
+        try:
+            visible = cuda.devices(c_environment())
+            return Device.of(cuda.pick_device(record["local_rank"] or 0, visible)["ordinal"])
+        except CUDAError as error:
+            if self._settings.plane == "auto" and cuda.device_absent(error):
+                return None
+            raise StartError(f"{self._who}: start: {error.message}", phase="device") from error
 
     def _connect(self, record: dict[str, Any]) -> Communicator:
         control = Control(duplicate(self._comm, self._mpi, self._watch), self._mpi)
         try:
             report = _passed(compare(control, record, self._watch))
-            if report.plane != "host":
-                raise NotSupportedError(
-                    f"the {report.plane} plane is not in this version of butter_mpi; plane='host' (--plane host, "
-                    "BUTTER_MPI_PLANE=host) runs the same operations on host memory",
-                    needs="a later version of butter_mpi",
-                )
             data = duplicate(self._comm, self._mpi, self._watch)
             reserve = duplicate(self._comm, self._mpi, self._watch)
-        except (PreflightError, NotSupportedError):
+        except PreflightError:
             # Every rank is here with the same error, and nothing is under way: the duplicate can go.
             control.free()
             raise
-        plane = HostPlane(
-            (control, data, reserve), self._mpi, start_deadline=self._settings.start_deadline, **self._options()
-        )
+        options = {"start_deadline": self._settings.start_deadline, **self._options()}
+        if report.plane == "host":
+            return self._made(HostPlane((control, data, reserve), self._mpi, **options), report, record)
+        plane = self._nccl((control, data, reserve), record, options)
+        try:
+            plane.start(self._watch)
+        except BaseException:
+            plane.close("not started")
+            raise
         return self._made(plane, report, record)
+
+    def _nccl(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:
+        """Return the plane; preflight has opened the library and found the device on every rank."""
+        settings = self._settings
+        version, required = record["library"]["version"], settings.require_transport
+        prepare(version, self._comm.rank, share_gpu=settings.share_gpu, required=required)
+        return NcclPlane(
+            comms,
+            self._mpi,
+            library=open_library(c_environment())[0],
+            ordinal=record["device"]["ordinal"],
+            node=record["machine"],
+            stream=self._asked.stream,
+            strict=settings.check == "strict",
+            required=required,
+            **options,
+        )
 
     def _options(self) -> dict[str, Any]:
         return {"who": self._who, "deadline": self._settings.collective_deadline, "on_poison": self._poisoned}
@@ -298,42 +348,6 @@ def _passed(report: preflight.PreflightReport) -> preflight.PreflightReport:
     if not report.ok:
         raise PreflightError(report.text(), report=report)
     return report
-
-
-def share_unique_id(control: Control, make_id: Callable[[], bytes], watch: Watch) -> bytes:
-    """Return rank 0's unique ID on every rank, or raise rank 0's failure on every rank.
-
-    Parameters
-    ----------
-    control : Control
-        The control plane.
-    make_id : callable
-        Makes the 128 bytes (``ncclGetUniqueId``); called on rank 0 only.
-    watch : Watch
-        The start deadline.
-
-    Returns
-    -------
-    bytes
-        128 bytes, zero bytes included.
-
-    Raises
-    ------
-    StartError
-        It could not be made on rank 0: the same text on every rank.
-    """
-    payload = bytes(1 + _ERROR_BYTES)
-    if control.rank == 0:
-        try:
-            payload = b"\1" + make_id()
-        except Exception as error:  # whatever it is, the other ranks wait for this message
-            reason = error.message if isinstance(error, ButterError) else text_of(error)
-            payload = b"\0" + reason.encode(errors="replace")[:_ERROR_BYTES]
-    payload = control.broadcast(payload.ljust(1 + _ERROR_BYTES, b"\0"), 0, watch, "carrying the unique ID")
-    if payload[0]:
-        return payload[1 : 1 + _UNIQUE_ID_BYTES]
-    reason = payload[1:].rstrip(b"\0").decode(errors="replace")
-    raise StartError(f"rank 0/{control.size}: start: no unique ID: {reason}", phase="unique ID", elapsed=watch.elapsed)
 
 
 def abort_job(status: int) -> NoReturn:

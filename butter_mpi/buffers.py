@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from butter_mpi.enums import DType
 
-__all__ = ["ArrayView", "check_pair", "view"]
+__all__ = ["ArrayView", "check_pair", "current_stream", "device_view", "stream_handle", "view"]
 
+_KINDS = {"f": "float", "i": "int", "u": "uint"}
 _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayView:
-    """A contiguous host array as an operation sees it; ``owner`` keeps its memory alive."""
+    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive."""
 
     pointer: int
     count: int
@@ -63,17 +65,129 @@ def view(array: Any, name: str, *, writable: bool) -> ArrayView:
         raise TypeError(f"{name} must be a NumPy array; got {_typename(array)} (numpy.asarray makes one)")
     if type(array).__module__.startswith("numpy.ma"):
         raise TypeError(f"{name} is a masked array, and operations know no masks; pass its data or its filled() copy")
+    return _interface_view(array, interface, name, writable=writable)
+
+
+def _interface_view(array: Any, interface: Mapping[str, Any], name: str, *, writable: bool) -> ArrayView:
+    """Return what the array protocol says of host or device memory."""
     dtype = _dtype(array, interface["typestr"], name)
     shape, strides = interface["shape"], interface.get("strides")
     count = _count(shape)
     if strides is not None and not _contiguous(shape, strides, dtype.itemsize):
         raise ValueError(
-            f"{name} is not C-contiguous (shape {shape}, strides {strides} bytes); numpy.ascontiguousarray makes a copy"
+            f"{name} is not C-contiguous (shape {shape}, strides {strides} bytes); ascontiguousarray makes a copy"
         )
     pointer, readonly = interface["data"]
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {shape}, {dtype.label})")
     return ArrayView(pointer if count else 0, count, dtype, readonly, array)
+
+
+def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
+    """Return how an operation sees an array in device memory, without copying it.
+
+    Parameters
+    ----------
+    array : CuPy array, PyTorch tensor, or any object with ``__cuda_array_interface__``
+        Any shape, C-contiguous.
+    name : str
+        The argument's name, for messages.
+    writable : bool
+        Whether the operation writes into it.
+
+    Returns
+    -------
+    ArrayView
+        Pointer (0 where there are no elements), element count and type.
+
+    Raises
+    ------
+    TypeError
+        Not an array, or a host array.
+    ValueError
+        Strided, read-only while it is to be written, or an element type that no operation has.
+    """
+    if _library_of(array) == "torch":
+        return _tensor_view(array, name)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        raise TypeError(
+            f"{name} must be an array in device memory (CuPy, PyTorch, Numba), which this plane works on; got "
+            f"{_typename(array)}"
+        )
+    if interface.get("mask") is not None:
+        raise TypeError(f"{name} is a masked array, and operations know no masks; pass its data")
+    return _interface_view(array, interface, name, writable=writable)
+
+
+def _tensor_view(tensor: Any, name: str) -> ArrayView:
+    """PyTorch's array interface refuses bfloat16 and what needs gradients, so a tensor is asked itself."""
+    if not tensor.is_cuda:
+        raise TypeError(f"{name} is a PyTorch tensor on {tensor.device}; this plane works on device memory: .cuda()")
+    label = str(tensor.dtype).removeprefix("torch.")
+    try:
+        dtype = DType.parse(label)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    count = int(tensor.numel())
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (shape {tuple(tensor.shape)}); .contiguous() makes a copy")
+    return ArrayView(int(tensor.data_ptr()) if count else 0, count, dtype, False, tensor)
+
+
+def _library_of(array: Any) -> str:
+    return type(array).__module__.split(".")[0]
+
+
+def stream_handle(stream: Any) -> int:
+    """Return the handle of a CUDA stream.
+
+    Parameters
+    ----------
+    stream : int or object
+        A handle, an object with ``__cuda_stream__`` (cuda.core, PyTorch), or one of CuPy or PyTorch with the handle as
+        ``ptr`` or ``cuda_stream``.
+
+    Returns
+    -------
+    int
+        The handle; whether it is one, the plane checks.
+
+    Raises
+    ------
+    TypeError
+        Nothing of these.
+    """
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for name in ("ptr", "cuda_stream"):
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    if isinstance(stream, bool) or not hasattr(stream, "__index__"):
+        raise TypeError(f"stream must be a CUDA stream or its handle; got {_typename(stream)}")
+    return int(stream.__index__())
+
+
+def current_stream(array: Any) -> int | None:
+    """Return the current stream of the library that an array is of, ``None`` where that cannot be told.
+
+    Parameters
+    ----------
+    array : object
+        An array in device memory.
+
+    Returns
+    -------
+    int or None
+        The handle.
+    """
+    module = sys.modules.get(_library_of(array))
+    if _library_of(array) == "cupy" and module is not None:
+        return int(module.cuda.get_current_stream().ptr)
+    if _library_of(array) == "torch" and module is not None:
+        return int(module.cuda.current_stream(array.device).cuda_stream)
+    stream = getattr(array, "__cuda_array_interface__", {}).get("stream")
+    return None if stream is None else int(stream)
 
 
 def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: str) -> int:
@@ -128,13 +242,19 @@ def _typename(array: Any) -> str:
 
 
 def _dtype(array: Any, typestr: str, name: str) -> DType:
-    label = getattr(getattr(array, "dtype", None), "name", typestr)
+    label = getattr(getattr(array, "dtype", None), "name", None) or _label(typestr)
     if typestr.startswith(_FOREIGN_ENDIAN):
         raise ValueError(f"{name} is {label} in foreign byte order ({typestr}); astype to the native one first")
     try:
         return DType.parse(label)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _label(typestr: str) -> str:
+    """Return the name of an element type in the array protocol: ``<f4`` is ``float32``."""
+    kind, size = _KINDS.get(typestr[1:2]), typestr[2:]
+    return f"{kind}{8 * int(size)}" if kind and size.isdigit() else typestr
 
 
 def _count(shape: tuple[int, ...]) -> int:

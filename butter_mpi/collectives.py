@@ -45,7 +45,11 @@ RULES: Mapping[str, Rule] = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One submission: everything that a plane needs, and where the call stands in the user's program."""
+    """One submission: everything that a plane needs, and where the call stands in the user's program.
+
+    ``stream`` is the ordered stream. ``aside``: on the communicator's own stream, between what ``stream`` holds and
+    what comes later. ``waits``: return when it is done; ``waits_for_ever``: it is never late.
+    """
 
     kind: str
     count: int
@@ -56,6 +60,9 @@ class Operation:
     root: int | None = None
     peer: int | None = None
     site: str = "?"
+    stream: int = 0
+    aside: bool = False
+    waits: bool = False
     waits_for_ever: bool = False
     keep: tuple[Any, ...] = field(default=(), compare=False)
 

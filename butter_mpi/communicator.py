@@ -6,12 +6,12 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from butter_mpi.buffers import ArrayView, check_pair, view
+from butter_mpi.buffers import ArrayView, check_pair, current_stream, device_view, stream_handle, view
 from butter_mpi.collectives import RULES, Operation, call_site
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import PeerLostError, text_of
@@ -44,8 +44,10 @@ class Communicator:
 
     Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after
     every check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons
-    nothing. On the ``host`` and ``solo`` planes arrays are NumPy arrays (ml_dtypes' types too), ``stream`` is ``None``,
-    and an operation has completed when it returns.
+    nothing. On the ``host`` plane arrays are NumPy arrays (ml_dtypes' types too), ``stream`` is ``None``, and an
+    operation has completed when it returns. On the ``nccl`` plane arrays are in device memory (CuPy, PyTorch, anything
+    with ``__cuda_array_interface__``), and an operation is put on `stream`: the one given, else the current stream of
+    the library that the array is of. The ``solo`` plane of one rank is like the one that more ranks would have.
 
     As a context manager: a normal exit closes, an exception aborts.
     """
@@ -117,8 +119,9 @@ class Communicator:
             Where the result goes; without it, `sendbuf` (in place).
         op : ReduceOp or str, default sum
             The reduction operator.
-        stream : None
-            The ordered stream; the host planes have only the caller.
+        stream : CUDA stream, optional
+            The ordered stream: a handle, or an object of cuda.core, CuPy or PyTorch; without it, the current stream of
+            the library that the array is of. On the host planes ``None``: they have only the caller.
 
         Raises
         ------
@@ -154,7 +157,7 @@ class Communicator:
             Read on `root`, written on the others.
         root : int, default 0
             The rank whose elements are copied.
-        stream : None
+        stream : CUDA stream, optional
             As for ``all_reduce``.
 
         Raises
@@ -186,7 +189,7 @@ class Communicator:
             This rank's block.
         recvbuf : array, world_size * n elements of the same dtype
             All blocks; exactly that many.
-        stream : None
+        stream : CUDA stream, optional
             As for ``all_reduce``.
 
         Raises
@@ -220,7 +223,7 @@ class Communicator:
             This rank's share of the result.
         op : ReduceOp or str, default sum
             The reduction operator.
-        stream : None
+        stream : CUDA stream, optional
             As for ``all_reduce``.
 
         Raises
@@ -246,7 +249,7 @@ class Communicator:
 
         Parameters
         ----------
-        stream : None
+        stream : CUDA stream, optional
             As for ``all_reduce``.
 
         Raises
@@ -276,7 +279,7 @@ class Communicator:
             What is sent.
         peer : int
             The receiving rank; this rank itself only inside a group that also has the ``recv``.
-        stream : None
+        stream : CUDA stream, optional
             As for ``all_reduce``.
 
         Raises
@@ -308,7 +311,7 @@ class Communicator:
             Where they go.
         peer : int
             The sending rank.
-        stream : None
+        stream : CUDA stream, optional
             As for ``all_reduce``.
 
         Raises
@@ -539,7 +542,30 @@ class Communicator:
             raise ValueError(f"{self._what(kind)}: {error}") from None
 
     def _view(self, kind: str, name: str, array: Any, *, writable: bool) -> ArrayView:
-        return view(array, f"{self._what(kind)}: {name}", writable=writable)
+        what = f"{self._what(kind)}: {name}"
+        if not self._plane.on_device:
+            return view(array, what, writable=writable)
+        seen = device_view(array, what, writable=writable)
+        self._plane.check_pointer(seen.pointer, what)
+        return seen
+
+    def _stream(self, kind: str, stream: Any, buffers: Sequence[ArrayView]) -> int:
+        """Return the ordered stream: the one given, else the current one of the library that the array is of."""
+        if not self._plane.on_device:
+            if stream is not None:
+                raise ValueError(f"{self._what(kind)}: the {self.plane} plane has no streams; stream must be None")
+            return self._plane.stream
+        if stream is None and buffers:
+            stream = current_stream(buffers[0].owner)
+            if stream is None:
+                source = type(buffers[0].owner).__module__
+                raise ValueError(
+                    f"{self._what(kind)}: stream must be given: {source} does not tell which stream is current"
+                )
+        try:
+            return self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))
+        except TypeError as error:
+            raise TypeError(f"{self._what(kind)}: {error}") from None
 
     def _check_rank(self, kind: str, name: str, value: int) -> None:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -571,8 +597,6 @@ class Communicator:
         root: int | None = None,
         peer: int | None = None,
     ) -> None:
-        if stream is not None:
-            raise ValueError(f"{self._what(kind)}: the {self.plane} plane has no streams; stream must be None")
         buffers = [b for b in (send, recv) if b is not None]
         operation = Operation(
             kind,
@@ -584,6 +608,7 @@ class Communicator:
             None if root is None else int(root),
             None if peer is None else int(peer),
             call_site(),
+            self._stream(kind, stream, buffers),
             keep=tuple(b.owner for b in buffers),
         )
         if not operation.rule.paired:

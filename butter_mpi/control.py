@@ -346,14 +346,18 @@ class Control:
         step = len(payload)
         return [bytes(received[i * step : (i + 1) * step]) for i in range(self.size)]
 
-    def all_gather_any(self, payload: bytes, watch: Watch, phase: str) -> list[bytes]:
+    def all_gather_any(
+        self, payload: bytes, watch: Watch, phase: str, look: Callable[[], None] = lambda: None
+    ) -> list[bytes]:
         """Return every rank's `payload`, of any lengths, in rank order."""
         own = len(payload).to_bytes(8, "little")
-        lengths = [int.from_bytes(x, "little") for x in self.all_gather(own, watch, phase)]
-        padded = self.all_gather(payload.ljust(max(lengths), b"\0"), watch, phase)
+        lengths = [int.from_bytes(x, "little") for x in self.all_gather(own, watch, phase, look)]
+        padded = self.all_gather(payload.ljust(max(lengths), b"\0"), watch, phase, look)
         return [x[:n] for x, n in zip(padded, lengths, strict=True)]
 
-    def broadcast(self, payload: bytes, root: int, watch: Watch, phase: str) -> bytes:
+    def broadcast(
+        self, payload: bytes, root: int, watch: Watch, phase: str, look: Callable[[], None] = lambda: None
+    ) -> bytes:
         """Return root's `payload`; on the others it gives the length (``MPI_Ibcast``, polled).
 
         Raises
@@ -362,7 +366,7 @@ class Control:
             It did not come before `watch` ran out.
         """
         buffer = bytearray(payload)
-        wait(Ticket(buffer).start(self._comm.Ibcast, [buffer, self._mpi.BYTE], root=root), watch, phase)
+        wait(Ticket(buffer).start(self._comm.Ibcast, [buffer, self._mpi.BYTE], root=root), watch, phase, look)
         return bytes(buffer)
 
     def settled(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from butter_mpi.errors import CUDAError
 from butter_mpi.findings import quoted
 
-__all__ = ["NO_DRIVER", "device_absent", "devices", "pick_device"]
+__all__ = ["NO_DRIVER", "call", "device_absent", "devices", "load_driver", "pick_device"]
 
 NO_DRIVER = -2
 """The code of an error that no driver gave, because there is none."""
@@ -35,7 +35,19 @@ def device_absent(error: CUDAError) -> bool:
     return error.code in (NO_DRIVER, _STUB_LIBRARY, _NO_DEVICE)
 
 
-def _driver() -> Any:
+def load_driver() -> Any:
+    """Return cuda-python's module of the driver API, after looking whether there is a driver.
+
+    Returns
+    -------
+    module
+        ``cuda.bindings.driver``.
+
+    Raises
+    ------
+    CUDAError
+        There is no driver, with the code :data:`NO_DRIVER`.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -46,7 +58,28 @@ def _driver() -> Any:
     return driver
 
 
-def _call(driver: Any, name: str, *arguments: Any) -> Any:
+def call(driver: Any, name: str, *arguments: Any) -> Any:
+    """Call a driver function.
+
+    Parameters
+    ----------
+    driver : module
+        From :func:`load_driver`.
+    name : str
+        The C function.
+    *arguments
+        Its inputs.
+
+    Returns
+    -------
+    object
+        Its output, ``None`` where it has none.
+
+    Raises
+    ------
+    CUDAError
+        It failed; the message has its name and the code's.
+    """
     status, *values = getattr(driver, name)(*arguments)
     if int(status) != 0:
         text = f"CUDA driver call {name} failed with {status.name} ({int(status)})"
@@ -59,13 +92,13 @@ def _text(raw: bytes) -> str:
 
 
 def _describe(driver: Any, ordinal: int) -> dict[str, Any]:
-    device = _call(driver, "cuDeviceGet", ordinal)
-    name = _text(_call(driver, "cuDeviceGetName", 128, device))
+    device = call(driver, "cuDeviceGet", ordinal)
+    name = _text(call(driver, "cuDeviceGetName", 128, device))
     # In older bindings the call without _v2 names the parent GPU of a MIG instance.
-    call = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-    identity = uuid.UUID(bytes=bytes(_call(driver, call, device).bytes))
+    ask = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    identity = uuid.UUID(bytes=bytes(call(driver, ask, device).bytes))
     kind = "MIG" if " MIG " in f"{name} " else "GPU"
-    pci = _text(_call(driver, "cuDeviceGetPCIBusId", 32, device))
+    pci = _text(call(driver, "cuDeviceGetPCIBusId", 32, device))
     return {"uuid": f"{kind}-{identity}", "name": name, "pci": pci, "ordinal": ordinal}
 
 
@@ -87,10 +120,10 @@ def devices(env: Mapping[str, str]) -> list[dict[str, Any]]:
     CUDAError
         No driver, no visible device, or a driver that fails; :func:`device_absent` tells them apart.
     """
-    driver = _driver()
+    driver = load_driver()
     try:
-        _call(driver, "cuInit", 0)
-        count = _call(driver, "cuDeviceGetCount")
+        call(driver, "cuInit", 0)
+        count = call(driver, "cuDeviceGetCount")
         found = [_describe(driver, ordinal) for ordinal in range(count)]
     except CUDAError as error:
         if device_absent(error):

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from butter_mpi.control import retire_all, unfinished
+from butter_mpi.detached import wait_for_all
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes.base import Plane
 
@@ -29,6 +30,7 @@ __all__ = ["ENDING", "Ending", "say"]
 _ABORT_SECONDS = 2
 _LANE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.25
+_DETACHED_SECONDS = 2.0
 _STATUS = 1
 _OPEN_EVERYWHERE = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0")
 _SEGMENTS = re.compile(r"/dev/shm/(mpich_shm_|sm_segment\.|vader_segment\.).*")
@@ -114,6 +116,8 @@ class Ending:
             # MPI_Abort kills the others at once; those that have just been told shall have the time to say so.
             time.sleep(_LAST_WORDS_SECONDS)
             self.abort_job(self._status or _STATUS)
+        # Communicators that are being closed, and use the device.
+        wait_for_all(_DETACHED_SECONDS)
         retire_all()
 
     def _leave_child(self) -> NoReturn:

@@ -59,8 +59,10 @@ class DType(enum.Enum):
         ValueError
             Another value; the message lists the allowed names.
         """
+        if isinstance(value, cls):
+            return value
         for member in cls:
-            if value is member or value == member.label:
+            if value == member.label:
                 return member
         raise ValueError(f"dtype must be one of {', '.join(m.label for m in cls)}; got {value!r}")
 
@@ -102,7 +104,9 @@ class ReduceOp(enum.Enum):
         ValueError
             Another value; the message lists the allowed names.
         """
+        if isinstance(value, cls):
+            return value
         for member in cls:
-            if value is member or value == member.label:
+            if value == member.label:
                 return member
         raise ValueError(f"op must be one of {', '.join(m.label for m in cls)}; got {value!r}")

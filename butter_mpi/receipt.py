@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["SCHEMA_FILE", "SCHEMA_VERSION", "Difference", "Receipt", "build", "compare"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Changes with the meaning of any field."""
 
 SCHEMA_FILE = "schema/receipt.schema.json"
@@ -45,7 +45,7 @@ class Receipt:
     library_reason : str
         Why there is none; empty where there is one.
     transport : dict
-        What was ``required``, and what was ``found``.
+        What was ``required``, and what was ``found`` in use, each kind with its ranks.
     policy : list of dict
         Each variable's ``name``, its ``value``, who ``set_by``, on which ``ranks``.
     seed : int
@@ -129,15 +129,17 @@ class Difference(NamedTuple):
     second: Any
 
 
-def build(*, records: Sequence[Mapping[str, Any]], found: Sequence[str] = (), **facts: Any) -> Receipt:
+def build(
+    *, records: Sequence[Mapping[str, Any]], found: Mapping[str, Sequence[int]] | None = None, **facts: Any
+) -> Receipt:
     """Return the receipt of a run; what every rank's record tells is read from there.
 
     Parameters
     ----------
     records : sequence of mapping
         Every rank's preflight record, in rank order.
-    found : sequence of str
-        The transports that were seen in use.
+    found : mapping of str to sequence of int, optional
+        The transports that were seen in use, each with the ranks that use it.
     **facts
         The fields that no record tells: ``when``, ``command``, ``status``, ``plane``, ``versions``, ``policy``,
         ``seed``, ``checks``, ``timings``, ``preflight``.
@@ -155,7 +157,7 @@ def build(*, records: Sequence[Mapping[str, Any]], found: Sequence[str] = (), **
         "hosts": _hosts(records),
         "library": _library(records),
         "library_reason": _no_library(first, facts["plane"]["ran"]),
-        "transport": {"required": first["settings"]["require_transport"], "found": list(found)},
+        "transport": {"required": first["settings"]["require_transport"], "found": dict(found or {})},
         "ranks": records,
     }
     plain = json.loads(json.dumps({**told, **facts}, allow_nan=False))

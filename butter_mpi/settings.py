@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["PLANES", "TRANSPORTS", "FaultPolicy", "Settings", "shown"]
+__all__ = ["CHECKS", "PLANES", "TRANSPORTS", "FaultPolicy", "Settings", "shown"]
 
 PLANES = ("auto", "nccl", "host")
+CHECKS = ("light", "strict")
 TRANSPORTS = ("P2P", "SHM", "NET/IB", "NET/Socket")
 _LONGEST_SHOWN = 120
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -105,6 +106,7 @@ class Settings:
     share_gpu: bool = False
     per_host_interfaces: bool = False
     require_transport: str | None = None
+    check: str = "light"
     start_deadline: float = 60.0
     collective_deadline: float = 120.0
     action: str = "raise"
@@ -142,6 +144,7 @@ class Settings:
             "share_gpu": _flag,
             "per_host_interfaces": _flag,
             "require_transport": _transport,
+            "check": lambda n, v: _choice(n, v, CHECKS),
             "start_deadline": lambda n, v: _number(n, v, 1, 3600),
             "collective_deadline": lambda n, v: _number(n, v, 10, 300),
             "action": lambda n, v: _choice(n, v, ("raise", "abort")),

@@ -153,6 +153,33 @@ count_devices() {
   echo "$found"
 }
 
+# The options that choose the data plane for so many ranks with these arguments, where nothing else has chosen it.
+plane_options() {
+  local ranks=$1 devices
+  shift
+  [ -z "${BUTTER_MPI_PLANE:-}" ] && [ "${BUTTER_MPI_SHARE_GPU:-0}" = 0 ] || return 0
+  case " $* " in *" --plane "* | *" --plane="* | *" --share-gpu "*) return 0 ;; esac
+  devices=$(count_devices)
+  [ "$devices" -lt "$ranks" ] || return 0
+  say "GPUs: $devices, ranks: $ranks: taking the host plane"
+  [ "$devices" = 0 ] || say "to let ranks share a GPU: ./launch/selftest -np $ranks $* --plane nccl --share-gpu"
+  echo "--plane host"
+}
+
+# May the nccl plane be taken with these arguments, and is no NCCL found?
+needs_nccl() {
+  case " ${BUTTER_MPI_PLANE:+--plane $BUTTER_MPI_PLANE} $* " in *" --plane host "* | *" --plane=host "*) return 1 ;; esac
+  [ "$(count_devices)" != 0 ] || return 1
+  ! "$ENV_DIR/bin/python" -P -c 'import os; from butter_mpi.library import find_library; find_library(os.environ)' 2>/dev/null
+}
+
+# The extra that brings a NCCL for this machine's driver: CUDA 13 needs 580 or newer.
+nccl_extra() {
+  local driver
+  driver=$(timeout -k 5 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n1 || true)
+  if [[ $driver =~ ^[0-9]+ ]] && [ "${BASH_REMATCH[0]}" -lt 580 ]; then echo cu12; else echo cu13; fi
+}
+
 # Sets MPIRUN (an array) and the environment that the launcher of a kind needs.
 prepare_mpirun() {
   local kind=$1 path

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.require import required
 
-RANKS = Path(__file__).parent / "ranks"
+UNDER_MPIRUN = [Path(__file__).parent / name for name in ("ranks", "gpu")]
 _MARKS = {"mpi": {"min_size"}}
 _SHOWN = (
     "BUTTER_MPI_TEST_MPICH",
@@ -25,8 +25,8 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave tests/ranks to sessions under mpirun, which fault/test_suites.py starts: its files start MPI on import."""
-    return True if collection_path == RANKS and not config.getoption("--with-mpi") else None
+    """Leave tests/ranks and tests/gpu to sessions under mpirun: their files start MPI on import."""
+    return True if collection_path in UNDER_MPIRUN and not config.getoption("--with-mpi") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

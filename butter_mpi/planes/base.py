@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from butter_mpi.collectives import RULES, Operation, call_site, control_signature, describe, signature
@@ -48,6 +50,8 @@ class Plane(ABC):
     """
 
     NAME: str
+    on_device = False
+    """Whether operations work on device memory."""
 
     def __init__(
         self,
@@ -63,8 +67,8 @@ class Plane(ABC):
         self.stream = HOST_STREAM
         self.health = Health()
         self.sequence = 0
-        self.last = ""
-        self.in_flight = ""
+        self._last: dict[str, Any] | None = None
+        self._flight: dict[str, Any] | None = None
         self._pairs: dict[tuple[int, str], int] = {}
         self._pairs_from = 0
         self._on_poison = on_poison
@@ -74,7 +78,7 @@ class Plane(ABC):
         self._group: list[Operation] | None = None
         self._group_marks: list[int] = []
         self._group_thread = 0
-        self._handles: dict[int, tuple[int, int]] = {}
+        self._handles: dict[int, Any] = {}
         self._next_handle = itertools.count(1)
         self._add_kernel = 0
 
@@ -84,10 +88,11 @@ class Plane(ABC):
         """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group."""
         with LANE.held(self.who, operation.kind, self.deadline):
             self._check(operation.kind)
+            self._admit(operation)
             if self._group is None:
                 self._run([operation])
             else:
-                self._group.append(operation)
+                self._group.append(replace(operation, waits=False))
 
     def _run(self, operations: Sequence[Operation]) -> None:
         ordered = self._ordered(operations)
@@ -95,12 +100,12 @@ class Plane(ABC):
         with self._poisoning(signature(ordered[0], self._next_number(ordered[0]))):
             numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
             self._execute(numbered)
-            self.last = describe(numbered[-1][1])
+            self._last = numbered[-1][1]
 
     @contextmanager
     def _poisoning(self, record: dict[str, Any]) -> Iterator[None]:
         """Mark what is in flight, and poison this communicator with whatever ends the body."""
-        self.in_flight = describe(record)
+        self._flight = record
         try:
             yield
         except CommunicatorBrokenError as error:
@@ -114,7 +119,18 @@ class Plane(ABC):
             self.poison(self._interrupted(record, error))
             raise
         finally:
-            self.in_flight = ""
+            self._flight = None
+
+    @property
+    def last(self) -> str:
+        """The last operation, as messages name it; empty: there was none."""
+        return "" if self._last is None else describe(self._last)
+
+    @property
+    def in_flight(self) -> str:
+        """The operation that a thread is in now; empty: none."""
+        record = self._flight
+        return "" if record is None else describe(record)
 
     def all_gather_json(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload over the control plane; compared like an operation, it takes no number."""
@@ -125,6 +141,9 @@ class Plane(ABC):
                 raise ValueError(f"{self.who}: all_gather_json inside a group; end it first")
             with self._poisoning(record):
                 return self._exchange(payload, record)
+
+    def _admit(self, operation: Operation) -> None:  # noqa: B027 - most planes take everything
+        """Raise ``ValueError`` or ``NotSupportedError`` where this plane cannot take an operation."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:
@@ -145,6 +164,9 @@ class Plane(ABC):
     @abstractmethod
     def _listen(self) -> None:
         """Take news of the peers."""
+
+    def _stop(self) -> None:  # noqa: B027 - host planes have nothing under way by themselves
+        """Stop what is under way, after a failure; waits for nothing."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -183,7 +205,7 @@ class Plane(ABC):
 
     def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         return CommunicatorBrokenError(
-            f"{self.who}: {describe(record)}: MPI failed: {error}",
+            f"{self.who}: {describe(record)}: {error if isinstance(error, ButterError) else f'MPI failed: {error}'}",
             sequence=record["n"],
             operation=record["kind"],
             phase="collective",
@@ -213,6 +235,7 @@ class Plane(ABC):
         if self.health.poison(cause):
             if not self.health.closed and not self._ended():
                 self._announce(cause)
+                self._stop()
             self._on_poison(self)
 
     def _check(self, what: str) -> None:
@@ -256,14 +279,15 @@ class Plane(ABC):
             self._on_poison(self)
             return
         try:
-            self._handles.clear()
             if not self._ended():
                 if cause is not None:
                     self._announce(cause)
+                    self._stop()
                 self._release()
             if cause is not None:
                 self._on_poison(self)
         finally:
+            self._handles.clear()
             LANE.give()
 
     # -- the twenty methods ------------------------------------------------------------------------------------------
@@ -290,8 +314,8 @@ class Plane(ABC):
         op: ReduceOp = ReduceOp.SUM,
     ) -> None:
         """Reduce in place, between what `compute_stream` holds and what comes later."""
-        self._check_stream(compute_stream)
-        self.submit(self._make("all_reduce", nbytes, dtype, send=ptr, recv=ptr, op=op))
+        stream = self.check_stream(compute_stream)
+        self.submit(self._make("all_reduce", nbytes, dtype, send=ptr, recv=ptr, op=op, stream=stream, aside=True))
 
     def all_gather(self, send: int, recv: int, nbytes: int) -> None:
         """Gather `nbytes` from each rank, in rank order."""
@@ -305,7 +329,7 @@ class Plane(ABC):
 
     def broadcast(self, ptr: int, nbytes: int, root: int) -> None:
         """Copy root's bytes to every rank."""
-        self.submit(self._make("broadcast", nbytes, DType.UINT8, send=ptr, recv=ptr, root=root))
+        self.submit(self._make("broadcast", nbytes, DType.UINT8, send=ptr, recv=ptr, root=root, waits=True))
 
     def recv_command_u32(self, ptr: int, root: int) -> None:
         """Wait for root's next command."""
@@ -319,13 +343,13 @@ class Plane(ABC):
 
     def send_to(self, ptr: int, nbytes: int, dest: int, stream: int) -> None:
         """Send to one rank."""
-        self._check_stream(stream)
-        self.submit(self._make("send", nbytes, DType.UINT8, send=ptr, peer=dest))
+        stream = self.check_stream(stream)
+        self.submit(self._make("send", nbytes, DType.UINT8, send=ptr, peer=dest, stream=stream))
 
     def recv_from(self, ptr: int, nbytes: int, src: int, stream: int) -> None:
         """Receive from one rank."""
-        self._check_stream(stream)
-        self.submit(self._make("recv", nbytes, DType.UINT8, recv=ptr, peer=src))
+        stream = self.check_stream(stream)
+        self.submit(self._make("recv", nbytes, DType.UINT8, recv=ptr, peer=src, stream=stream))
 
     def group_start(self) -> None:
         """Begin a group; the lane stays held."""
@@ -366,18 +390,28 @@ class Plane(ABC):
         return operations
 
     def register_buffer(self, ptr: int, nbytes: int) -> int:
-        """Register memory; here it gains nothing and checks the caller's bookkeeping."""
-        self._check("register_buffer")
-        _whole("ptr", ptr, 1, _LARGEST)
-        _whole("nbytes", nbytes, 1, _LARGEST)
-        handle = next(self._next_handle)
-        self._handles[handle] = (ptr, nbytes)
+        """Register memory under a handle of this communicator."""
+        with LANE.held(self.who, "register_buffer", self.deadline):
+            self._check("register_buffer")
+            _whole("ptr", ptr, 1, _LARGEST)
+            _whole("nbytes", nbytes, 1, _LARGEST)
+            handle = next(self._next_handle)
+            self._handles[handle] = self._register(ptr, nbytes)
         return handle
 
     def deregister_buffer(self, handle: int) -> None:
         """Give a handle back."""
-        if self._handles.pop(handle, None) is None:
-            raise ValueError(f"{self.who}: handle {handle!r} is not of this communicator, or is void since it broke")
+        with LANE.held(self.who, "deregister_buffer", self.deadline):
+            if handle not in self._handles:
+                raise ValueError(f"{self.who}: handle {handle!r} is not of this communicator, or void since its end")
+            self._deregister(self._handles.pop(handle))
+
+    def _register(self, ptr: int, nbytes: int) -> Any:
+        """Return what the data plane's library knows this memory by; host memory gains nothing from it."""
+        return ptr, nbytes
+
+    def _deregister(self, registered: Any) -> None:  # noqa: B027 - host memory was not registered anywhere
+        """Give that back."""
 
     @abstractmethod
     def symmetric_alloc(self, nbytes: int) -> int:
@@ -395,7 +429,8 @@ class Plane(ABC):
         """Return whether the next operation would be taken, by what is known now."""
         with LANE.tried() as held:
             if held and self._usable() and not self.in_flight:
-                with self._poisoning(control_signature("listening", self.sequence, "is_healthy")):
+                record = control_signature("listening", self.sequence, "is_healthy")
+                with contextlib.suppress(CommunicatorBrokenError), self._poisoning(record):
                     self._listen()
         return self._usable()
 
@@ -422,9 +457,20 @@ class Plane(ABC):
 
     # -- arguments ---------------------------------------------------------------------------------------------------
 
-    def _check_stream(self, stream: int) -> None:
+    def check_stream(self, stream: int) -> int:
+        """Return a stream that this plane puts operations on.
+
+        Raises
+        ------
+        ValueError
+            Another one; nothing was sent.
+        """
         if stream != self.stream:
             raise ValueError(f"{self.who}: stream must be {self.stream}, the one stream of this plane; got {stream!r}")
+        return stream
+
+    def check_pointer(self, pointer: int, what: str) -> None:  # noqa: B027 - arrays of host memory are host memory
+        """Raise ``ValueError`` where memory is not of this plane."""
 
     def _make(
         self,
@@ -437,6 +483,9 @@ class Plane(ABC):
         op: ReduceOp | None = None,
         root: int | None = None,
         peer: int | None = None,
+        stream: int | None = None,
+        aside: bool = False,
+        waits: bool = False,
         waits_for_ever: bool = False,
     ) -> Operation:
         """Return a checked operation on raw pointers."""
@@ -451,4 +500,19 @@ class Plane(ABC):
         for name, value in (("root", root), ("peer", peer)):
             if value is not None:
                 _whole(f"{kind}: {name}", value, 0, self._world_size)
-        return Operation(kind, nbytes // dtype.itemsize, dtype, send, recv, op, root, peer, call_site(), waits_for_ever)
+        count, stream = nbytes // dtype.itemsize, self.stream if stream is None else stream
+        return Operation(
+            kind,
+            count,
+            dtype,
+            send,
+            recv,
+            op,
+            root,
+            peer,
+            call_site(),
+            stream,
+            aside,
+            waits or waits_for_ever,
+            waits_for_ever,
+        )

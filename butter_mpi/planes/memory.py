@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from butter_mpi.enums import DType
 
-__all__ = ["Allocator", "at", "numpy_dtype"]
+__all__ = ["ALIGNMENT", "Allocator", "at", "numpy_dtype"]
 
-_ALIGNMENT = 4096
+ALIGNMENT = 4096
 _NUMPY: dict[DType, np.dtype[Any]] = {dtype: np.dtype(getattr(ml_dtypes, dtype.label, dtype.label)) for dtype in DType}
 
 
@@ -58,13 +58,18 @@ class Allocator:
         MemoryError
             There are not that many.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ValueError(f"symmetric_alloc: nbytes must be 1 or more; got {nbytes!r}")
-        block = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        self.check(nbytes)
+        block = np.zeros(nbytes + ALIGNMENT, np.uint8)
         start = block.ctypes.data
-        pointer = start + -start % _ALIGNMENT
+        pointer = start + -start % ALIGNMENT
         self._blocks[pointer] = block
         return pointer
+
+    @staticmethod
+    def check(nbytes: int) -> None:
+        """Raise ``ValueError`` for what is not a positive number of bytes."""
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ValueError(f"symmetric_alloc: nbytes must be 1 or more; got {nbytes!r}")
 
     def free(self, pointer: int) -> None:
         """Free what :meth:`alloc` returned.

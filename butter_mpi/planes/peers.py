@@ -75,7 +75,7 @@ class PeerPlane(Plane):
 
     def _finish(self, tasks: list[Task], meeting: Meeting, record: dict[str, Any], limit: float | None) -> None:
         """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
-        waiting = Waiting(self._control, self.who, limit, lambda: self.health.check(self.who, record["kind"]))
+        waiting = self._waiting(record, limit)
         try:
             while tasks:
                 came = waiting.take()
@@ -90,6 +90,10 @@ class PeerPlane(Plane):
         finally:
             for task in tasks:
                 task.close()
+
+    def _waiting(self, record: dict[str, Any], limit: float | None, **more: Any) -> Waiting:
+        """Return a wait for other ranks, which ends too when this communicator is closed or poisoned meanwhile."""
+        return Waiting(self._control, self.who, limit, lambda: self.health.check(self.who, record["kind"]), **more)
 
     def _wait(self, buffers: tuple[Any, ...], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Task:
         """Start a request on `buffers` and yield until it is done."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from butter_mpi.errors import CommunicatorBrokenError
+from butter_mpi.collectives import Operation
+from butter_mpi.device import Device
+from butter_mpi.errors import CommunicatorBrokenError, CUDAError
 from butter_mpi.planes.base import Numbered, Plane
-from butter_mpi.planes.memory import Allocator, copy
+from butter_mpi.planes.memory import ALIGNMENT, Allocator, copy
+from butter_mpi.planes.on_device import OnDevice
 
-__all__ = ["SoloPlane"]
+__all__ = ["DeviceSoloPlane", "SoloPlane"]
 
 
 class SoloPlane(Plane):
@@ -25,10 +28,13 @@ class SoloPlane(Plane):
         operations = [operation for operation, _ in numbered]
         for operation in operations:
             if operation.rule.send_blocks and operation.rule.recv_blocks:
-                copy(operation.recv, operation.send, operation.nbytes)
+                self._copy(operation, operation)
         for send, recv in self._own_pairs(operations):
             assert send is not None and recv is not None
-            copy(recv.recv, send.send, send.nbytes)
+            self._copy(send, recv)
+
+    def _copy(self, source: Operation, target: Operation) -> None:
+        copy(target.recv, source.send, source.nbytes)
 
     def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
         return [payload]
@@ -52,3 +58,46 @@ class SoloPlane(Plane):
 
     def _release(self) -> None:
         """Nothing to give back."""
+
+
+class DeviceSoloPlane(OnDevice, SoloPlane):
+    """One rank on the memory of a device: copies are put on the ordered stream.
+
+    Parameters
+    ----------
+    device : Device
+        The device.
+    stream : int, optional
+        The ordered stream; without it, a non-blocking one of this plane.
+    **options
+        Of ``Plane``.
+    """
+
+    def __init__(self, device: Device, stream: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.device = device
+        self._transport_errors = (CUDAError,)
+        self._own_stream = device.make_stream()
+        self.stream = self._own_stream if stream is None else self.check_stream(stream)
+        self._symmetric: dict[int, int] = {}
+
+    def _copy(self, source: Operation, target: Operation) -> None:
+        self.device.copy(target.recv, source.send, source.nbytes, target.stream)
+
+    def _release(self) -> None:
+        # The driver destroys it once its work is done, and waits for nothing.
+        self.device.destroy_stream(self._own_stream)
+
+    def symmetric_alloc(self, nbytes: int) -> int:
+        """Allocate aligned device memory."""
+        Allocator.check(nbytes)
+        base = self.device.alloc(nbytes + ALIGNMENT)
+        pointer = base + -base % ALIGNMENT
+        self._symmetric[pointer] = base
+        return pointer
+
+    def symmetric_free(self, ptr: int) -> None:
+        """Free it once all work that uses it is done."""
+        if ptr not in self._symmetric:
+            raise ValueError(f"symmetric_free: {ptr!r} is not memory of symmetric_alloc, or is freed already")
+        self.device.free(self._symmetric.pop(ptr))

@@ -63,10 +63,27 @@ class Waiting:
         The deadline in seconds; ``None`` for a wait that is never late.
     check : callable
         Raises if the communicator was closed or poisoned meanwhile, by another thread or a signal handler.
+    unknown : str
+        Who is waited for where nobody is missing by name.
+    remedy : str
+        What to do at the deadline.
+    grace : float
+        Seconds that data under way gets to arrive after a peer broke, where nobody is missing.
     """
 
-    def __init__(self, control: Control, who: str, limit: float | None, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        who: str,
+        limit: float | None,
+        check: Callable[[], None],
+        *,
+        unknown: str = "the data of ranks that all came, and are alive",
+        remedy: str = "Look at what is missing there, or set a longer collective_deadline",
+        grace: float = _GRACE,
+    ) -> None:
         self._control, self._who, self._check = control, who, check
+        self._unknown, self._remedy, self._grace = unknown, remedy, grace
         self._limit = limit
         self._pause = Pause()
         self.restart()
@@ -124,7 +141,7 @@ class Waiting:
         self._check()
         record = next(iter(missing.values()), record)
         if self._control.broken is not None:
-            self._broken = self._broken or Watch(0.0 if missing else _GRACE)
+            self._broken = self._broken or Watch(0.0 if missing else self._grace)
             if self._broken.tick():
                 raise error_from(self._who, *self._control.broken)
         gone = [p for p in missing if p in self._control.left and not self._control.inbox[p]]
@@ -156,14 +173,14 @@ class Waiting:
     def _overdue(self, record: Mapping[str, Any], missing: Sequence[int]) -> errors.CollectiveTimeoutError:
         return errors.CollectiveTimeoutError(
             f"{self.text(record)}: no answer within {self.elapsed:.1f} s (collective deadline {self._limit:g} s) "
-            f"from {self._positions(missing)}. Look at what is missing there, or set a longer collective_deadline",
+            f"from {self._positions(missing)}. {self._remedy}",
             elapsed=self.elapsed,
             **self.facts(record, missing),
         )
 
     def _positions(self, missing: Sequence[int]) -> str:
         if not missing:
-            return "the data of ranks that all came, and are alive"
+            return self._unknown
         return ", ".join(f"rank {p} ({self._last_seen(p)})" for p in missing)
 
     def _last_seen(self, peer: int) -> str:

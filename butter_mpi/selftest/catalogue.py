@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from butter_mpi.selftest import collectives, faults, rules
+from butter_mpi.selftest import collectives, devices, faults, rules
 from butter_mpi.selftest.checks import Check
 
 __all__ = ["CHECKS"]
@@ -20,6 +20,12 @@ CHECKS = (
     Check(10, "order", "a result is there for whoever uses it next", rules.order),
     Check(11, "refusals", "wrong arguments are refused and poison nothing", rules.refusals),
     Check(12, "alone", "one rank alone: the same results, numbers and errors", rules.alone, rules.hindrance_alone),
+    Check(
+        15, "producer_stream", "beside a slow producer, and on its stream", devices.producer_stream, devices.hindrance
+    ),
+    Check(16, "add_path", "two ranks send, receive and add bfloat16", devices.add_path, devices.hindrance_add_path),
+    Check(17, "registered", "memory of NCCL's allocator, registered", devices.registered, devices.hindrance_registered),
+    Check(18, "capture", "a captured stream is refused and stays whole", devices.capture, devices.hindrance),
     Check(13, "mismatch", "ranks that differ are all told, and where", faults.mismatch, faults.hindrance, True),
     Check(14, "reconnect", "a reconnect heals a broken communicator", faults.reconnect, faults.hindrance, True),
 )

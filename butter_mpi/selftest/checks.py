@@ -4,22 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from butter_mpi.communicator import Communicator
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.selftest.data import Case
+from butter_mpi.selftest.data import Buffer, Case
+from butter_mpi.selftest.places import DevicePlace, HostPlace
 
-__all__ = ["Check", "Context"]
+__all__ = ["Check", "Context", "Types"]
+
+
+_FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+_MOVES_FLOAT8, _REDUCES_FLOAT8 = 22400, (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Types:
+    """The element types that the plane moves and reduces on every rank, and what is missing, as a person reads it."""
+
+    moved: tuple[DType, ...] = tuple(DType)
+    reduced: tuple[DType, ...] = tuple(DType)
+    missing: str = ""
+
+    @classmethod
+    def of(cls, comm: Communicator) -> Types:
+        """Return those of a communicator, whose records are gathered; every rank calls it."""
+        if comm.plane != "nccl":
+            return cls()
+        plane: Any = comm.backend
+        others = tuple(dtype for dtype in DType if dtype not in _FLOAT8)
+        capability = min(map(tuple, comm.all_gather_json(plane.device.capability)))
+        library = comm.records[0]["library"]
+        if library["version"] < _MOVES_FLOAT8:
+            return cls(others, others, f"8-bit floats: NCCL has them from 2.24 on, this is {library['version_text']}")
+        if capability < _REDUCES_FLOAT8:
+            found = ".".join(map(str, capability))
+            return cls(
+                reduced=others, missing=f"reducing 8-bit floats: takes compute capability 9.0, a device has {found}"
+            )
+        return cls()
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a check works with: the communicator, the agreed seed, and how to make a communicator of this rank alone."""
+    """What a check works with.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Of all ranks.
+    place : HostPlace or DevicePlace
+        Where its buffers are.
+    types : Types
+        What the plane takes.
+    seed, number : int
+        The agreed seed, and the number of the check.
+    alone : callable
+        Makes a communicator of this rank alone.
+    """
 
     comm: Communicator
+    place: HostPlace | DevicePlace
+    types: Types
     seed: int
     number: int
     alone: Callable[[], Communicator]
+
+    def buffer(self, dtype: DType, count: int) -> Buffer:
+        """Return a buffer in the memory of the plane; what it holds is not said."""
+        return Buffer(self.place, dtype, count)
+
+    def zeros(self, dtype: DType, count: int) -> Buffer:
+        """Return a buffer of zeros."""
+        buffer = self.buffer(dtype, count)
+        buffer.fill(0)
+        return buffer
 
     def case(self, dtype: DType, count: int, op: ReduceOp | None = None) -> Case:
         """Return a case whose random numbers no other check has."""

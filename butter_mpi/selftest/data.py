@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.selftest.places import Place
 
 __all__ = ["Buffer", "Case", "Expected", "Values", "differing", "numpy_dtype"]
 
@@ -33,22 +34,41 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 class Buffer:
-    """An array between guard bytes, which must be there unharmed afterwards."""
+    """An array of a place between guard bytes, which must be there unharmed afterwards.
 
-    def __init__(self, dtype: DType, count: int) -> None:
+    Attributes
+    ----------
+    array
+        What operations take.
+    bytes, values : NumPy arrays
+        What the host knows of it: what was put in last, or found by :meth:`get`.
+    """
+
+    def __init__(self, place: Place, dtype: DType, count: int) -> None:
         nbytes = count * dtype.itemsize
+        inner = slice(_GUARD_BYTES, _GUARD_BYTES + nbytes)
+        self._place = place
         self._raw = np.empty(nbytes + 2 * _GUARD_BYTES, np.uint8)
-        self._raw[:_GUARD_BYTES] = self._raw[_GUARD_BYTES + nbytes :] = _GUARD
-        self.bytes = self._raw[_GUARD_BYTES : _GUARD_BYTES + nbytes]
-        self.array: Array = self.bytes.view(numpy_dtype(dtype))
+        self._raw[:_GUARD_BYTES] = self._raw[inner.stop :] = _GUARD
+        self._whole = place.array(self._raw)
+        self.array: Any = self._whole[inner].view(numpy_dtype(dtype))
+        self.bytes = self._raw[inner]
+        self.values: Array = self.bytes.view(numpy_dtype(dtype))
 
-    def fill(self, values: Array) -> None:
-        """Put `values` in."""
-        self.array[...] = values
+    def fill(self, values: Array | float, start: int = 0) -> None:
+        """Put `values` in, from the element `start` on."""
+        self.values[start : start + np.size(values) if np.ndim(values) else None] = values
+        self._place.put(self._whole, self._raw)
 
     def poison(self, expected: Array) -> None:
         """Put in what differs from `expected` in every byte, so that an element not written cannot pass."""
         np.invert(expected.view(np.uint8), out=self.bytes)
+        self._place.put(self._whole, self._raw)
+
+    def get(self) -> Array:
+        """Look at what is there, guard bytes too, after what was submitted before; returns the values."""
+        self._place.get(self._whole, self._raw)
+        return self.values
 
     def harm(self) -> list[str]:
         """Return what is wrong with the guard bytes."""
@@ -220,7 +240,8 @@ def differing(got: Array, expected: Expected) -> str | None:
     if got.dtype.kind in "iu":
         bad = got != expected.values
     else:
-        bad = ~(np.abs(got.astype(np.float64) - expected.values) <= expected.tolerance)
+        with np.errstate(invalid="ignore"):
+            bad = ~(np.abs(got.astype(np.float64) - expected.values) <= expected.tolerance)
     wrong = np.flatnonzero(bad)
     if not len(wrong):
         return None

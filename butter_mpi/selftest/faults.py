@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any
 
 from butter_mpi.communicator import Communicator
+from butter_mpi.enums import DType
 from butter_mpi.errors import CollectiveMismatchError, CommunicatorBrokenError
 from butter_mpi.selftest.checks import Context
 from butter_mpi.selftest.rules import right_all_reduce
@@ -17,34 +18,44 @@ __all__ = ["hindrance", "mismatch", "reconnect"]
 
 _BOUND_SECONDS = 5.0
 _SITE = re.compile(r"faults\.py:\d+")
-_DATA, _WIDE = np.zeros(4, np.float32), np.zeros(4, np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """What the calls below take; nobody looks at what comes of it."""
+
+    narrow: Any
+    wide: Any
+
+
+Call = Callable[[Communicator, _Arrays], None]
 
 # Each pair of calls stands on lines of its own: the error must name both.
-_PAIRS: tuple[tuple[str, Callable[[Communicator], None], Callable[[Communicator], None]], ...] = (
+_PAIRS: tuple[tuple[str, Call, Call], ...] = (
     (
         "operation",
-        lambda comm: comm.all_reduce(_DATA),
-        lambda comm: comm.barrier(),
+        lambda comm, given: comm.all_reduce(given.narrow),
+        lambda comm, given: comm.barrier(),
     ),
     (
         "count",
-        lambda comm: comm.all_reduce(_DATA),
-        lambda comm: comm.all_reduce(_DATA[:3]),
+        lambda comm, given: comm.all_reduce(given.narrow),
+        lambda comm, given: comm.all_reduce(given.narrow[:3]),
     ),
     (
         "dtype",
-        lambda comm: comm.all_reduce(_DATA),
-        lambda comm: comm.all_reduce(_WIDE),
+        lambda comm, given: comm.all_reduce(given.narrow),
+        lambda comm, given: comm.all_reduce(given.wide),
     ),
     (
         "reduction",
-        lambda comm: comm.all_reduce(_DATA),
-        lambda comm: comm.all_reduce(_DATA, op="max"),
+        lambda comm, given: comm.all_reduce(given.narrow),
+        lambda comm, given: comm.all_reduce(given.narrow, op="max"),
     ),
     (
         "root",
-        lambda comm: comm.broadcast(_DATA, 0),
-        lambda comm: comm.broadcast(_DATA, 1),
+        lambda comm, given: comm.broadcast(given.narrow, 0),
+        lambda comm, given: comm.broadcast(given.narrow, 1),
     ),
 )
 
@@ -58,9 +69,13 @@ def hindrance(context: Context) -> str:
     return ""
 
 
-def _broken(call: Callable[[Communicator], None], comm: Communicator) -> CommunicatorBrokenError | None:
+def _arrays(context: Context) -> _Arrays:
+    return _Arrays(context.zeros(DType.FLOAT32, 4).array, context.zeros(DType.FLOAT64, 4).array)
+
+
+def _broken(call: Call, comm: Communicator, given: _Arrays) -> CommunicatorBrokenError | None:
     try:
-        call(comm)
+        call(comm, given)
     except CommunicatorBrokenError as error:
         return error
     return None
@@ -68,11 +83,11 @@ def _broken(call: Callable[[Communicator], None], comm: Communicator) -> Communi
 
 def mismatch(context: Context) -> Iterator[str]:
     """Whatever one rank submits differently, every rank raises the mismatch at once, with both call sites."""
-    comm = context.comm
+    comm, given = context.comm, _arrays(context)
     for what, usual, other in _PAIRS:
         odd = context.draw(comm.world_size)
         began = time.monotonic()
-        error = _broken(other if comm.rank == odd else usual, comm)
+        error = _broken(other if comm.rank == odd else usual, comm, given)
         seconds = time.monotonic() - began
         if not isinstance(error, CollectiveMismatchError):
             yield f"another {what} on rank {odd} gave {error!r}, expected CollectiveMismatchError"
@@ -86,13 +101,13 @@ def mismatch(context: Context) -> Iterator[str]:
 
 def reconnect(context: Context) -> Iterator[str]:
     """Refused by a broken communicator, everything with the first cause; healed by a reconnect, and numbers go on."""
-    comm = context.comm
+    comm, given = context.comm, _arrays(context)
     _, usual, other = _PAIRS[0]
-    first = _broken(other if comm.rank == 0 else usual, comm)
+    first = _broken(other if comm.rank == 0 else usual, comm, given)
     if comm.is_healthy():
         yield "a broken communicator says that it is healthy"
     for call in (usual, other):
-        again = _broken(call, comm)
+        again = _broken(call, comm, given)
         if first is None or again is None or again.message != first.message:
             yield f"an operation on a broken communicator gave {again!r}, expected the first cause: {first!r}"
     before = comm.sequence

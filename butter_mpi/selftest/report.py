@@ -8,10 +8,10 @@ from typing import Any
 
 from butter_mpi._version import versions
 from butter_mpi.communicator import Communicator
-from butter_mpi.findings import ranks_text
+from butter_mpi.findings import grouped, ranks_text
 from butter_mpi.policy import POLICY
 
-__all__ = ["all_versions", "check_lines", "ending", "head", "plane_facts", "policy_facts"]
+__all__ = ["all_versions", "check_lines", "ending", "head", "plane_facts", "policy_facts", "transports"]
 
 _MOST_RANKS = 8
 
@@ -38,6 +38,12 @@ def plane_facts(communicator: Communicator) -> dict[str, str]:
     return {"asked": asked, "ran": communicator.plane, "why": why}
 
 
+def transports(communicator: Communicator) -> dict[str, list[int]]:
+    """Return the transports that NCCL was seen to use, each with its ranks; none on a plane without NCCL."""
+    plane: Any = communicator.backend
+    return dict(plane.transport) if communicator.plane == "nccl" else {}
+
+
 def policy_facts(said: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, from each rank's values and what the selftest set there, who set each variable of the policy."""
     rows: list[dict[str, Any]] = []
@@ -60,8 +66,8 @@ def _policy_text(rows: Sequence[Mapping[str, Any]], size: int) -> str:
     return ", ".join(parts)
 
 
-def head(facts: Mapping[str, Any], communicator: Communicator) -> str:
-    """Return the lines before the checks."""
+def head(facts: Mapping[str, Any], communicator: Communicator, missing: str) -> str:
+    """Return the lines before the checks; `missing` says which element types the plane has not."""
     size, versions_ = communicator.world_size, facts["versions"]
     plane, records = facts["plane"], communicator.records
     hosts: dict[str, list[int]] = {}
@@ -76,6 +82,7 @@ def head(facts: Mapping[str, Any], communicator: Communicator) -> str:
         ("MPI", f"{versions_['mpi_library']}, MPI {versions_['mpi_standard']}, mpi4py {versions_['mpi4py']}"),
         ("Python", f"{versions_['python']}, numpy {versions_['numpy']}"),
         ("library", _library_text(records[0])),
+        *(_device_rows(facts, communicator, missing) if communicator.plane == "nccl" else []),
         ("policy", _policy_text(facts["policy"], size)),
         ("seed", str(facts["seed"])),
     ]
@@ -83,6 +90,24 @@ def head(facts: Mapping[str, Any], communicator: Communicator) -> str:
     if communicator.preflight.warnings:
         lines.append(communicator.preflight.text())
     return "\n".join(lines)
+
+
+def _device_rows(facts: Mapping[str, Any], communicator: Communicator, missing: str) -> list[tuple[str, str]]:
+    rows = [("GPU", _gpu_text(communicator.records))]
+    found = ", ".join(f"{kind} on {ranks_text(ranks)}" for kind, ranks in facts["found"].items())
+    required = communicator.settings.require_transport
+    text = f"{found or 'not known: the log of NCCL names no channel'}{f' ({required} is required)' if required else ''}"
+    rows.append(("transport", text))
+    if communicator.settings.check == "strict":
+        rows.append(("check", "strict: ranks compare each operation before it is submitted (--faults needs that)"))
+    return rows + ([("types", missing)] if missing else [])
+
+
+def _gpu_text(records: Sequence[Mapping[str, Any]]) -> str:
+    devices = [record["device"] for record in records]
+    said = grouped([(rank, f"{d['name']} {d['uuid']} cuda:{d['ordinal']}") for rank, d in enumerate(devices)])
+    shared = len(devices) - len({device["uuid"] for device in devices})
+    return f"{said}; {'ranks SHARE a GPU (share_gpu)' if shared else 'no GPU is shared'}"
 
 
 def _library_text(record: Mapping[str, Any]) -> str:

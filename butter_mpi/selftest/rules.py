@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,23 @@ import numpy as np
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.planes import CommBackend
 from butter_mpi.selftest.checks import Context
-from butter_mpi.selftest.data import Expected, Values, differing
+from butter_mpi.selftest.data import Buffer, Expected, Values, differing
+from butter_mpi.selftest.places import DeviceArray, place_of
 
 __all__ = ["alone", "hindrance_alone", "identity", "order", "refusals", "right_all_reduce", "sequence"]
 
 _ROUNDS = 50
+_PER_THREAD_STREAM, _NO_STREAM = 2, 3
 
 
 def right_all_reduce(context: Context, what: str) -> Iterator[str]:
     """Yield what is wrong with one small all_reduce."""
     comm = context.comm
     values = Values(context.case(DType.FLOAT32, 3, ReduceOp.SUM), comm.world_size)
-    buffer = values.of(comm.rank)
-    comm.all_reduce(buffer)
-    wrong = differing(buffer, values.expected())
+    buffer = context.buffer(DType.FLOAT32, 3)
+    buffer.fill(values.of(comm.rank))
+    comm.all_reduce(buffer.array)
+    wrong = differing(buffer.get(), values.expected())
     if wrong:
         yield f"all_reduce after {what}: {wrong}"
 
@@ -48,12 +52,12 @@ def identity(context: Context) -> Iterator[str]:
 def sequence(context: Context) -> Iterator[str]:
     """Each collective takes one number; pairs and the control plane take none; ranks agree."""
     comm, ranks = context.comm, context.comm.world_size
-    small, large = np.zeros(2, np.int32), np.zeros(2 * ranks, np.int32)
+    small, other, large = (context.zeros(DType.INT32, count).array for count in (2, 2, 2 * ranks))
 
     def pair() -> None:
         with comm.group():
             comm.send(small, (comm.rank + 1) % ranks)
-            comm.recv(np.empty_like(small), (comm.rank - 1) % ranks)
+            comm.recv(other, (comm.rank - 1) % ranks)
 
     def grouped() -> None:
         with comm.group():
@@ -86,39 +90,64 @@ def order(context: Context) -> Iterator[str]:
     comm = context.comm
     case = context.case(DType.UINT64, 257)
     states: list[Any] = [case.raw(rank).copy() for rank in range(comm.world_size)]
-    mine = states[comm.rank].copy()
+    mine, total = context.buffer(case.dtype, case.count), context.buffer(case.dtype, case.count)
+    mine.fill(states[comm.rank])
     for number in range(_ROUNDS):
-        total = np.empty_like(mine)
-        comm.all_reduce(mine, total)
-        mine[...] = np.iinfo(np.uint64).max
-        mine[...] = total * np.uint64(3) + np.uint64(comm.rank + number)
+        comm.all_reduce(mine.array, total.array)
+        mine.fill(np.iinfo(np.uint64).max)
+        mine.fill(total.get() * np.uint64(3) + np.uint64(comm.rank + number))
         reference = np.sum(states, axis=0, dtype=np.uint64)
         states = [reference * np.uint64(3) + np.uint64(rank + number) for rank in range(comm.world_size)]
-    wrong = differing(mine, Expected(states[comm.rank], 0.0))
+    wrong = differing(mine.get(), Expected(states[comm.rank], 0.0))
     if wrong:
         yield f"after {_ROUNDS} rounds of all_reduce and compute: {wrong}"
 
 
-def _refused_calls(context: Context) -> tuple[tuple[str, Callable[[], Any]], ...]:
+Calls = tuple[tuple[str, Callable[[], Any]], ...]
+
+
+def _refused_calls(context: Context) -> Calls:
     comm, ranks = context.comm, context.comm.world_size
-    good, more = np.zeros(4, np.float32), np.zeros(4 * ranks + 1, np.float32)
-    fixed = np.zeros(4, np.float32)
-    fixed.flags.writeable = False
+    good, more = context.zeros(DType.FLOAT32, 4).array, context.zeros(DType.FLOAT32, 4 * ranks + 1).array
+    wide, long = context.zeros(DType.FLOAT64, 4).array, context.zeros(DType.FLOAT32, 8).array
+    fixed = context.place.read_only(context.zeros(DType.FLOAT32, 4).array)
     return (
-        ("an element type without operations", lambda: comm.all_reduce(np.zeros(4, np.complex64))),
-        ("foreign byte order", lambda: comm.all_reduce(good.astype(good.dtype.newbyteorder()))),
-        ("a strided array", lambda: comm.all_reduce(np.zeros(8, np.float32)[::2])),
+        ("an element type without operations", lambda: comm.all_reduce(wide.view(np.dtype(np.complex64)))),
+        ("foreign byte order", lambda: comm.all_reduce(good.view(good.dtype.newbyteorder()))),
+        ("a strided array", lambda: comm.all_reduce(long[::2])),
         ("a reversed array", lambda: comm.broadcast(good[::-1])),
         ("a read-only result", lambda: comm.all_reduce(good, fixed)),
         ("buffers that overlap", lambda: comm.all_reduce(more[:4], more[1:5])),
-        ("two element types", lambda: comm.all_reduce(good, np.zeros(4, np.float64))),
-        ("another count of results", lambda: comm.all_reduce(good, np.zeros(5, np.float32))),
+        ("two element types", lambda: comm.all_reduce(good, wide)),
+        ("another count of results", lambda: comm.all_reduce(good, long[:5])),
         ("a count with a remainder", lambda: comm.reduce_scatter(more, good)),
         ("too small a result of all_gather", lambda: comm.all_gather(good, more[: 4 * ranks - 1])),
         ("an unknown operator", lambda: comm.all_reduce(good, op="median")),
         ("a root out of range", lambda: comm.broadcast(good, ranks)),
         ("a peer out of range", lambda: comm.send(good, -1)),
         ("a list", lambda: comm.all_reduce([1.0, 2.0])),
+        ("a stream that is none", lambda: comm.all_reduce(good, stream="first")),
+        *(_refused_on_device(context, good) if context.place.on_device else _refused_on_host(context)),
+    )
+
+
+def _refused_on_host(context: Context) -> Calls:
+    comm, host = context.comm, np.zeros(4, np.float32)
+    device = DeviceArray(host, host.ctypes.data, 4, host.dtype, None)
+    return (
+        ("an array in device memory", lambda: comm.all_reduce(device)),
+        ("a stream where there is none", lambda: comm.barrier(stream=1)),
+    )
+
+
+def _refused_on_device(context: Context, good: DeviceArray) -> Calls:
+    comm, host = context.comm, np.zeros(4, np.float32)
+    return (
+        ("an array in host memory", lambda: comm.all_reduce(host)),
+        ("host memory that is called device memory", lambda: comm.broadcast(replace(good, pointer=host.ctypes.data))),
+        ("an array that names no stream", lambda: comm.all_reduce(replace(good, stream=None))),
+        ("the stream of one thread", lambda: comm.all_reduce(good, stream=_PER_THREAD_STREAM)),
+        ("a number that is no stream", lambda: comm.barrier(stream=_NO_STREAM)),
     )
 
 
@@ -164,17 +193,21 @@ def alone(context: Context) -> Iterator[str]:
         if (solo.rank, solo.world_size, solo.plane) != (0, 1, "solo"):
             yield f"it is rank {solo.rank} of {solo.world_size} on plane {solo.plane}"
         values = Values(context.case(DType.BFLOAT16, 5, ReduceOp.AVG), 1)
-        own, result = values.of(0), np.zeros_like(values.of(0))
-        solo.all_reduce(own, result, op="avg")
+        place = place_of(solo)
+        own, result = Buffer(place, DType.BFLOAT16, 5), Buffer(place, DType.BFLOAT16, 5)
+        own.fill(values.of(0))
+        result.poison(values.of(0))
+        solo.all_reduce(own.array, result.array, op="avg")
         solo.barrier()
-        wrong = differing(result, values.expected())
+        wrong = differing(result.get(), values.expected())
         if wrong:
             yield f"all_reduce: {wrong}"
         if solo.sequence != 2:
             yield f"two collectives took {solo.sequence} numbers"
         try:
-            solo.all_reduce(own[::2])
+            solo.all_reduce(own.array[::2])
         except ValueError:
             pass
         else:
             yield "a strided array was not refused"
+        place.close()

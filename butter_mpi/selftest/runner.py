@@ -21,9 +21,10 @@ from butter_mpi.policy import policy_values
 from butter_mpi.receipt import Receipt, build
 from butter_mpi.selftest import receipts, report, start
 from butter_mpi.selftest.catalogue import CHECKS
-from butter_mpi.selftest.checks import Check, Context
+from butter_mpi.selftest.checks import Check, Context, Types
 from butter_mpi.selftest.console import one_line, say
 from butter_mpi.selftest.options import FAILED, PASSED, USAGE, Options
+from butter_mpi.selftest.places import place_of
 from butter_mpi.selftest.start import Phases, Refused, Together
 
 __all__ = ["run"]
@@ -150,6 +151,8 @@ class _Run:
         self._together, self._comm = together, communicator
         self._checks: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
+        self._place = place_of(communicator)
+        self._types = Types()
         self._unsaid: OSError | None = None
 
     def whole(self) -> int:
@@ -158,6 +161,7 @@ class _Run:
             self._prepare()
             for check in self._chosen():
                 self._check(check)
+            self._place.close()
         except CommunicatorBrokenError as error:
             self._stopped(error)
         failed = any(check["outcome"] == "failed" for check in self._checks)
@@ -175,8 +179,10 @@ class _Run:
             "versions": report.all_versions(self._mpi),
             "policy": report.policy_facts(comm.all_gather_json(policy)),
             "seed": seed,
+            "found": report.transports(comm),
         }
-        self._say(report.head(self._facts, comm))
+        self._types = Types.of(comm)
+        self._say(report.head(self._facts, comm, self._types.missing))
 
     def _chosen(self) -> list[Check]:
         return [check for check in CHECKS if self._job.options.faults or not check.faults]
@@ -186,7 +192,14 @@ class _Run:
             self._unsaid = say(self._job.out, f"{text}\n")
 
     def _check(self, check: Check) -> None:
-        context = Context(self._comm, self._facts["seed"], check.number, lambda: bootstrap.init(self._mpi.COMM_SELF))
+        context = Context(
+            self._comm,
+            self._place,
+            self._types,
+            self._facts["seed"],
+            check.number,
+            lambda: bootstrap.init(self._mpi.COMM_SELF),
+        )
         reason = check.hindrance(context)
         began = time.monotonic()
         everyone = [[]] if reason else self._comm.all_gather_json(_few(check.run(context)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from butter_mpi.findings import grouped
 from butter_mpi.selftest.options import REFUSED, USAGE, Options
 
 __all__ = ["Phases", "Refused", "Together", "agree_on_options", "connect", "load_mpi", "prefixed"]
+
+_PASSED_ON = re.compile(r"rank \d+/\d+ on \S+: start: (rank \d+/\d+.*)", re.DOTALL)
 
 
 class Refused(Exception):
@@ -151,12 +154,20 @@ def connect(together: Together, mpi: Any, options: Options) -> Communicator:
             plane=options.plane,
             share_gpu=options.share_gpu or None,
             require_transport=options.require_transport,
+            # Only so are ranks that differ told before their operations are submitted.
+            check="strict" if options.faults else None,
         )
     except StartTimeoutError as error:
         together.abort(REFUSED, str(error))
     except ButterError as error:
         text = str(error)
-    _refuse(together.gather(text, "settling the start"))
+    texts = together.gather(text, "settling the start")
+    if any(texts):
+        # Nobody is lost, and where this rank cannot end in the ordinary way it shall end with the same status.
+        ENDING.met(REFUSED)
+        if communicator is not None:
+            communicator.close()
+    _refuse(texts)
     assert communicator is not None
     if options.np_expected not in (None, communicator.world_size):
         communicator.close()
@@ -166,6 +177,8 @@ def connect(together: Together, mpi: Any, options: Options) -> Communicator:
 
 
 def _refuse(texts: Sequence[str]) -> None:
-    distinct = list(dict.fromkeys(filter(None, texts)))
+    """Refuse with what was said, once: ranks that were told of another one's failure say the same in more words."""
+    said = [passed_on[1] if (passed_on := _PASSED_ON.match(text)) else text for text in texts if text]
+    distinct = [text for text in dict.fromkeys(said) if not any(text != other and other in text for other in said)]
     if distinct:
         raise Refused(REFUSED, "\n".join(distinct))

@@ -98,12 +98,18 @@ def test_every_setting_is_documented_with_its_default() -> None:
 
 def test_every_other_variable_is_documented_and_used() -> None:
     """What else is read from the environment stands on the page, and the page names nothing that nobody reads."""
-    table = rows(ENVIRONMENT.split("## NCCL")[1].split("## Tests")[0])
+    table = rows(ENVIRONMENT.split("## NCCL")[1].split("\n## ")[0])
     assert set(table) == {DIGEST_VARIABLE, LIBRARY_VARIABLE, *POLICY}
     assert {name: table[name][0].strip("`") for name in POLICY} == dict(POLICY)
+    set_here = set(
+        re.findall(r"`(NCCL_[A-Z_]+)`", ENVIRONMENT.split("## What butter_mpi sets")[1].split("\n| `NCCL_DEBUG")[0])
+    )
+    made = (ROOT / "butter_mpi" / "nccl_setup.py").read_text()
+    assert set_here == set(re.findall(r'"(NCCL_[A-Z_]+)"', made))
     files = [*(ROOT / "tests" / "helpers").glob("*.py"), ROOT / "launch" / "test", ROOT / "tests" / "conftest.py"]
+    files += (ROOT / "tests" / "ranks").glob("*.py")
     used = "\n".join(file.read_text() for file in files)
-    tests = set(re.findall(r"`(BUTTER_MPI_TEST_[A-Z]+)`", ENVIRONMENT.split("## Tests")[1]))
+    tests = set(re.findall(r"`(BUTTER_MPI_TEST_[A-Z_]+)`", ENVIRONMENT.split("## Tests")[1]))
     assert {name for name in tests if name not in used} == set()
 
 

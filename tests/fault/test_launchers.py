@@ -214,6 +214,78 @@ def test_devices_are_counted_as_a_program_would_see_them(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "ranks", "env", "arguments", "chosen"),
+    [
+        (0, 2, {}, "--faults", "--plane host"),
+        (1, 2, {}, "--faults", "--plane host"),
+        (2, 2, {}, "--faults", ""),
+        (4, 2, {}, "", ""),
+        (1, 1, {}, "", ""),
+        (0, 2, {}, "--plane nccl", ""),
+        (0, 2, {}, "--plane=auto", ""),
+        (1, 2, {}, "--share-gpu", ""),
+        (1, 2, {"BUTTER_MPI_SHARE_GPU": "1"}, "", ""),
+        (1, 2, {"BUTTER_MPI_SHARE_GPU": "0"}, "", "--plane host"),
+        (0, 2, {"BUTTER_MPI_PLANE": "auto"}, "", ""),
+    ],
+)
+def test_fewer_gpus_than_ranks_take_the_host_plane(
+    gpus: int, ranks: int, env: dict[str, str], arguments: str, chosen: str, tmp_path: Path
+) -> None:
+    """The plane is left to auto where every rank has a GPU, and where an option or a variable has chosen."""
+    stub(tmp_path / "bin", "nvidia-smi", "\n".join(["echo 'GPU 0: Some GPU'"] * gpus) or "exit 9")
+    given = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": None if gpus else ""}
+    command: list[str | Path] = [
+        "bash",
+        "-c",
+        'set -eu; . "$0"; plane_options "$@"',
+        ROOT / "launch" / "lib.sh",
+        str(ranks),
+    ]
+    result = run_script([*command, *arguments.split()], env={**given, **env}, cwd=tmp_path)
+    assert (result.rc, result.out.strip()) == (0, chosen), result.text
+    sharing = "to let ranks share a GPU: ./launch/selftest -np 2"
+    assert (sharing in result.err) == (chosen != "" and gpus > 0), result.text
+    assert (f"GPUs: {gpus}, ranks: {ranks}: taking the host plane" in result.err) == (chosen != ""), result.text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "library", "arguments", "needed"),
+    [(1, False, "", True), (1, True, "", False), (0, False, "", False), (1, False, "--plane host", False)],
+)
+def test_nccl_is_added_where_its_plane_may_be_taken(
+    gpus: int, library: bool, arguments: str, needed: bool, tmp_path: Path
+) -> None:
+    """NCCL is wanted from the package index on GPUs only, unless the host plane was chosen or a library is found."""
+    (tmp_path / "environment").mkdir()
+    stub(tmp_path / "bin", "nvidia-smi", "echo 'GPU 0: Some GPU'" if gpus else "exit 9")
+    stub(tmp_path / "environment" / "bin", "python", "exit 0" if library else "exit 1")
+    script = 'set -eu; . "$0"; ENV_DIR=$1; shift; if needs_nccl "$@"; then echo yes; else echo no; fi'
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": None if gpus else ""}
+    command: list[str | Path] = [
+        "bash",
+        "-c",
+        script,
+        ROOT / "launch" / "lib.sh",
+        tmp_path / "environment",
+        *arguments.split(),
+    ]
+    result = run_script(command, env=env, cwd=tmp_path)
+    assert result.out.strip() == ("yes" if needed else "no"), result.text
+
+
+@pytest.mark.parametrize(("driver", "extra"), [("570.12.01", "cu12"), ("580.65.06", "cu13"), ("610.3", "cu13")])
+def test_extra_fits_the_driver(driver: str, extra: str, tmp_path: Path) -> None:
+    """The NCCL that is added is for the CUDA that the driver runs."""
+    stub(tmp_path / "bin", "nvidia-smi", f"echo {driver}")
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    result = run_script(
+        ["bash", "-c", 'set -eu; . "$0"; nccl_extra', ROOT / "launch" / "lib.sh"], env=env, cwd=tmp_path
+    )
+    assert result.out.strip() == extra, result.text
+
+
+@pytest.mark.parametrize(
     ("mpi", "line", "options"),
     [
         (

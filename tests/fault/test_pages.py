@@ -17,7 +17,7 @@ def fences(page: str, language: str) -> list[str]:
 
 def test_the_readme_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
     """The README's program, under two ranks, gives the README's output (of ranks, in any order)."""
-    (program,) = fences("README.md", "python")
+    program, _on_gpus = fences("README.md", "python")
     (session,) = fences("README.md", "console")
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "program.py").write_text(program)

@@ -11,22 +11,14 @@ import pytest
 from helpers.libnccl_files import NcclFiles, real_library
 from helpers.mpirun import MPIS, JobResult, run_job, start_job
 from helpers.receipts import receipt
+from helpers.selftest import MAIN, arguments, outcomes, run_selftest, statuses, told
 
 from butter_mpi.selftest import receipts
 from butter_mpi.selftest.catalogue import CHECKS
 
-EACH_MPI = pytest.mark.parametrize("mpi", MPIS)
+ON_DEVICE = ["producer_stream", "add_path", "registered", "capture"]
 
-# The selftest with arguments of this rank's own, on small data, with the exit status for all to see.
-MAIN = """
-import json, os, sys
-from butter_mpi.selftest import checks, cli, collectives, runner
-collectives._LARGE = 65
-{extra}
-status = cli.main(json.loads(os.environ["BUTTER_MPI_TEST_ARGUMENTS"]))
-print("status", status, file=sys.stderr)
-sys.exit(status)
-"""
+EACH_MPI = pytest.mark.parametrize("mpi", MPIS)
 
 # One check, which does on rank 1 what the test wants.
 BAD_CHECK = """
@@ -68,30 +60,14 @@ runpy.run_module("butter_mpi.selftest", run_name="__main__", alter_sys=True)
 """
 
 
-def arguments(*words: str) -> dict[str, str]:
-    """Return the variable that carries a rank's arguments."""
-    return {"BUTTER_MPI_TEST_ARGUMENTS": json.dumps(["--plane", "host", *words])}
+def on_host(*words: str) -> dict[str, str]:
+    """Return the variable that carries a rank's arguments, which ask for the host plane."""
+    return arguments("--plane", "host", *words)
 
 
-def selftest(n: int, *words: str, extra: str = "", env: dict[str, str] | None = None, **how: Any) -> JobResult:
-    """Run the selftest on small data."""
-    return run_job(n, MAIN.format(extra=extra), env={**arguments(*words), **(env or {})}, timeout=40, **how)
-
-
-def statuses(result: JobResult) -> list[str]:
-    """Return each rank's exit status."""
-    return [err.splitlines()[-1].removeprefix("status ") for err in result.rank_err]
-
-
-def told(result: JobResult) -> list[str]:
-    """Return what each rank wrote to stderr before its status."""
-    return [err.rpartition("status ")[0] for err in result.rank_err]
-
-
-def outcomes(text: str) -> dict[str, str]:
-    """Return the outcome of each check by the printed lines."""
-    rows = [line.split() for line in text.splitlines()]
-    return {row[1]: row[2] for row in rows if len(row) > 3 and row[0].isdigit()}
+def selftest(n: int, *words: str, env: dict[str, str] | None = None, **how: Any) -> JobResult:
+    """Run the selftest on small data, on the host plane unless `env` has other arguments."""
+    return run_selftest(n, env={**on_host(*words), **(env or {})}, **how)
 
 
 @EACH_MPI
@@ -100,10 +76,10 @@ def test_every_check_passes(mpi: str, tmp_path: Path) -> None:
     command = ["-m", "butter_mpi.selftest", "--plane", "host", "--faults", "--receipt", "r.json", "--np-expected", "2"]
     result = run_job(2, command, mpi=mpi, cwd=tmp_path, timeout=90)
     assert result.rc == 0, result.text
-    assert outcomes(result.rank_out[0]) == {check.id: "ok" for check in CHECKS}, result.text
+    assert outcomes(result.rank_out[0]) == {check.id: "not" if check.id in ON_DEVICE else "ok" for check in CHECKS}
     assert "plane     host: host was asked for" in result.rank_out[0]
     assert "NCCL_IB_TIMEOUT=10 (set here, it was unset)" in result.rank_out[0]
-    assert f"passed: {len(CHECKS)} checks, plane host, 2 ranks" in result.rank_out[0].splitlines()[-1]
+    assert f"passed: {len(CHECKS) - len(ON_DEVICE)} checks, plane host, 2 ranks" in result.rank_out[0].splitlines()[-1]
     assert (result.rank_out[1], result.rank_err) == ("", ["", ""]), result.text
     made = receipts.load(tmp_path / "r.json")
     assert made.status == "passed"
@@ -114,7 +90,9 @@ def test_every_check_passes(mpi: str, tmp_path: Path) -> None:
         ("NCCL_IB_TIMEOUT", "10", "selftest"),
         ("NCCL_IB_RETRY_CNT", "1", "selftest"),
     }
-    assert [check["outcome"] for check in made.checks] == ["passed"] * len(CHECKS)
+    reasons = {check["id"]: check["reason"] for check in made.checks if check["outcome"] != "passed"}
+    assert reasons == dict.fromkeys(ON_DEVICE, "it is for the nccl plane, and plane host runs")
+    assert made.transport == {"required": None, "found": {}}
     assert made.timings["start"].keys() == {"mpi", "options", "communicator"}
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
@@ -142,7 +120,7 @@ def test_one_rank_says_that_nothing_was_sent() -> None:
     result = selftest(1, "--faults")
     assert result.rc == 0, result.text
     found = outcomes(result.rank_out[0])
-    assert [name for name, outcome in found.items() if outcome == "not"] == ["mismatch", "reconnect"]
+    assert [name for name, outcome in found.items() if outcome == "not"] == [*ON_DEVICE, "mismatch", "reconnect"]
     assert set(found.values()) == {"ok", "not"}
     assert "plane     solo" in result.rank_out[0]
     assert "world size 1: no communication was tested" in result.rank_out[0].splitlines()[-1]
@@ -171,7 +149,7 @@ def test_wrong_argument_is_told_once(mpi: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wrong_argument_on_one_rank(mpi: str, rank: int) -> None:
     """A wrong argument on one rank leaves the other waiting nowhere: told by rank 0, status 2 on both, in seconds."""
-    result = selftest(2, mpi=mpi, rank_env={rank: arguments("--seed", "x")})
+    result = selftest(2, mpi=mpi, rank_env={rank: on_host("--seed", "x")})
     assert statuses(result) == ["2", "2"], result.text
     assert "argument --seed: must be a whole number" in told(result)[0]
     assert ("on rank 1" in told(result)[0]) == (rank == 1)
@@ -181,7 +159,7 @@ def test_wrong_argument_on_one_rank(mpi: str, rank: int) -> None:
 
 def test_options_that_differ_are_refused() -> None:
     """Ranks that would run different checks do not begin: option and values are named, status 2 on both."""
-    result = selftest(2, rank_env={1: arguments("--faults")})
+    result = selftest(2, rank_env={1: on_host("--faults")})
     assert statuses(result) == ["2", "2"], result.text
     assert "argument --faults: ranks were given different ones: false on rank 0, true on rank 1" in told(result)[0]
     assert told(result)[1] == ""
@@ -205,17 +183,12 @@ def test_receipt_that_fails_in_the_end_fails_the_run() -> None:
     assert "gone/r.json cannot be written: No such file or directory" in told(result)[0]
 
 
-def asked(*words: str) -> dict[str, str]:
-    """Return the variable that carries arguments without a plane."""
-    return {"BUTTER_MPI_TEST_ARGUMENTS": json.dumps(words)}
-
-
 @pytest.mark.parametrize("words", [["--help"], ["--list"], ["--compare", "a", "b"]])
 def test_one_rank_answers(words: list[str], tmp_path: Path) -> None:
     """What runs no check is printed by rank 0 alone where every rank was asked for it."""
     for name in ("a", "b"):
         (tmp_path / name).write_text(receipt().text())
-    result = selftest(2, env=asked(*words), cwd=tmp_path)
+    result = selftest(2, env=arguments(*words), cwd=tmp_path)
     assert (result.rc, statuses(result), told(result)) == (0, ["0", "0"], ["", ""]), result.text
     assert result.rank_out[0] != "" and result.rank_out[1] == ""
 
@@ -224,7 +197,7 @@ def test_one_rank_answers(words: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [["--help"], ["--list"], ["--compare", "a", "b"], ["--json"], ["--receipt", "r"]])
 def test_one_rank_is_asked_for_something_else(words: list[str], rank: int) -> None:
     """An option that one rank alone was given is a wrong argument on every rank, in seconds, and nothing is run."""
-    result = selftest(2, env=asked(), rank_env={rank: asked(*words)})
+    result = selftest(2, env=arguments(), rank_env={rank: arguments(*words)})
     assert statuses(result) == ["2", "2"], result.text
     assert f"argument {words[0]}: ranks were given different ones: " in told(result)[0]
     assert (told(result)[1], result.rank_out) == ("", ["", ""]), result.text
@@ -233,7 +206,7 @@ def test_one_rank_is_asked_for_something_else(words: list[str], rank: int) -> No
 
 def test_answer_without_a_usable_mpi() -> None:
     """Where MPI cannot be loaded, what needs none is printed all the same."""
-    result = selftest(2, env={**asked("--list"), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+    result = selftest(2, env={**arguments("--list"), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
     assert statuses(result) == ["0", "0"], result.text
     assert len(result.rank_out[0].splitlines()) == len(CHECKS) and result.rank_out[1] == ""
 
@@ -291,8 +264,7 @@ def test_refused_start_is_told_once(mpi: str) -> None:
 
 def test_another_policy_is_refused_on_nccl() -> None:
     """A policy variable with another value is refused on the nccl plane, while the unset one was set."""
-    words = {"BUTTER_MPI_TEST_ARGUMENTS": json.dumps(["--plane", "nccl"])}
-    result = selftest(2, env={**words, "NCCL_IB_TIMEOUT": "14"})
+    result = selftest(2, env={**arguments("--plane", "nccl"), "NCCL_IB_TIMEOUT": "14"})
     assert statuses(result) == ["3", "3"], result.text
     assert 'NCCL_IB_TIMEOUT must be "10"' in told(result)[0]
     assert "NCCL_IB_RETRY_CNT must" not in told(result)[0]
@@ -371,7 +343,7 @@ def test_killed_rank_ends_the_job(mpi: str) -> None:
     """A rank that is killed in a check ends the job within five seconds, and not with status 0."""
     deed = "import signal, sys; print('here', file=sys.stderr, flush=True); signal.pause()"
     program = MAIN.format(extra=BAD_CHECK.format(deed=deed))
-    with start_job(2, program, env=arguments(), mpi=mpi, timeout=40) as job:
+    with start_job(2, program, env=on_host(), mpi=mpi, timeout=40) as job:
         job.wait_for("here", 1)
         job.signal(1, signal.SIGKILL)
         result = job.wait(timeout=5)

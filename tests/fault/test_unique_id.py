@@ -11,7 +11,7 @@ PROGRAM = """
 import os
 from mpi4py import MPI
 from butter_mpi import StartError, library, nccl
-from butter_mpi.bootstrap import share_unique_id
+from butter_mpi.unique_id import share_unique_id
 from butter_mpi.control import Control, Watch, duplicate
 from butter_mpi.ending import ENDING
 ENDING.register(MPI)

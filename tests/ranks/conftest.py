@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from helpers.memory import PLANE, HostMemory, Memory
+from helpers.memory import PLANE, DeviceMemory, HostMemory, Memory
 from mpi4py import MPI
 
 import butter_mpi
 from butter_mpi.planes import CommBackend
 
+CHECK = os.environ.get("BUTTER_MPI_TEST_CHECK", "strict")
+REUSE = bool(os.environ.get("BUTTER_MPI_TEST_REUSE"))
+SHARE = bool(os.environ.get("BUTTER_MPI_TEST_SHARE_GPU"))
+
+
+def _made() -> butter_mpi.Communicator:
+    fault = butter_mpi.FaultPolicy(collective_deadline=10)
+    return butter_mpi.init(MPI.COMM_WORLD, plane=PLANE, check=CHECK, share_gpu=SHARE, fault=fault)
+
+
+@pytest.fixture(scope="session")
+def kept() -> Iterator[list[butter_mpi.Communicator]]:
+    """A communicator that a later test takes over, where making one is slow; closed in the end."""
+    communicators: list[butter_mpi.Communicator] = []
+    yield communicators
+    for one in communicators:
+        one.close()
+
 
 @pytest.fixture
-def comm() -> Iterator[butter_mpi.Communicator]:
-    """A fresh communicator over all ranks, closed afterwards."""
-    with butter_mpi.init(MPI.COMM_WORLD, plane=PLANE, fault=butter_mpi.FaultPolicy(collective_deadline=10)) as made:
-        yield made
+def comm(kept: list[butter_mpi.Communicator]) -> Iterator[butter_mpi.Communicator]:
+    """A healthy communicator over all ranks: a fresh one, or the last test's where the run asks for that."""
+    made = kept.pop() if kept else _made()
+    yield made
+    if REUSE and made.is_healthy():
+        kept.append(made)
+    else:
+        made.close()
 
 
 @pytest.fixture
@@ -26,6 +50,7 @@ def backend(comm: butter_mpi.Communicator) -> CommBackend:
 
 
 @pytest.fixture
-def memory() -> Memory:
+def memory(comm: butter_mpi.Communicator) -> Memory:
     """Memory that the plane works on."""
-    return HostMemory()
+    plane: Any = comm.backend
+    return DeviceMemory(plane.device, plane.stream) if plane.on_device else HostMemory()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from butter_mpi.buffers import check_pair, view
+from butter_mpi.buffers import check_pair, current_stream, device_view, stream_handle, view
 from butter_mpi.enums import DType
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -64,3 +67,65 @@ def test_every_type_has_its_size() -> None:
     for dtype in DType:
         assert np.dtype(getattr(ml_dtypes, dtype.label, dtype.label)).itemsize == dtype.itemsize
     assert [dtype.nccl for dtype in DType] == list(range(len(DType)))
+
+
+class _Shown:
+    """An array that shows only the protocol of device memory."""
+
+    def __init__(self, **interface: object) -> None:
+        shown = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}
+        self.__cuda_array_interface__ = {**shown, **interface}
+
+
+NATIVE, FOREIGN = ("<", ">") if sys.byteorder == "little" else (">", "<")
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+)
+def test_types_by_the_protocol_alone(name: str) -> None:
+    """An array without a dtype of its own has that of the protocol."""
+    seen = device_view(_Shown(typestr=np.dtype(name).str), "x", writable=True)
+    assert (seen.pointer, seen.count, seen.dtype.label) == (4096, 4, name)
+
+
+@pytest.mark.parametrize(
+    ("interface", "error", "text"),
+    [
+        ({"typestr": f"{FOREIGN}f4"}, ValueError, "foreign byte order"),
+        ({"typestr": "|V2"}, ValueError, "dtype must be one of"),
+        ({"typestr": "<c8"}, ValueError, "dtype must be one of"),
+        ({"typestr": f"{NATIVE}i2"}, ValueError, "got 'int16'"),
+        ({"strides": (8,)}, ValueError, "not C-contiguous"),
+        ({"data": (4096, True)}, ValueError, "x is read-only"),
+        ({"mask": object()}, TypeError, "masked"),
+    ],
+)
+def test_device_arrays_that_are_refused(interface: dict[str, object], error: type[Exception], text: str) -> None:
+    """What is no plain array is refused by name."""
+    with pytest.raises(error, match=text):
+        device_view(_Shown(**interface), "x", writable=True)
+
+
+def test_empty_and_host_arrays_on_the_device() -> None:
+    """An array without elements has no pointer; host memory and lists are no device memory."""
+    assert device_view(_Shown(shape=(0, 3)), "x", writable=True).pointer == 0
+    for wrong in (np.zeros(3), [1.0], None):
+        with pytest.raises(TypeError, match="x must be an array in device memory"):
+            device_view(wrong, "x", writable=True)
+
+
+def test_stream_handles() -> None:
+    """The protocol of streams, the two libraries' own attributes, and integers; nothing else."""
+    assert stream_handle(SimpleNamespace(__cuda_stream__=lambda: (0, 64), ptr=8)) == 64
+    assert stream_handle(SimpleNamespace(ptr=72)) == 72 and stream_handle(SimpleNamespace(cuda_stream=80)) == 80
+    assert stream_handle(np.int64(88)) == 88
+    for wrong in (None, True, 1.0, "0"):
+        with pytest.raises(TypeError, match="must be a CUDA stream or its handle"):
+            stream_handle(wrong)
+
+
+def test_current_stream_by_the_protocol() -> None:
+    """An array tells of its stream, or of none."""
+    assert current_stream(_Shown(stream=7)) == 7
+    assert current_stream(_Shown()) is None and current_stream(_Shown(stream=None)) is None

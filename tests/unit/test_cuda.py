@@ -48,7 +48,7 @@ class Driver:
 
 def use(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
     """Put a driver in the place of the real one."""
-    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "load_driver", lambda: driver)
     return driver
 
 

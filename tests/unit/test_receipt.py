@@ -33,7 +33,7 @@ def test_record_facts_are_read_from_the_records() -> None:
     assert made.hosts == [{"host": "n1", "ranks": [0, 2]}, {"host": "n2", "ranks": [1]}]
     assert made.world_size == 3
     assert made.launcher == {"name": "mpich", "size": 2}
-    assert made.transport == {"required": None, "found": []}
+    assert made.transport == {"required": None, "found": {}}
 
 
 def test_library_digest_comes_from_the_rank_that_hashed() -> None:
@@ -106,6 +106,7 @@ def test_missing_field_is_named(name: str) -> None:
         ("library.sha256", {"records": [record(0, library=library(sha256="12"))]}),
         ("plane.ran", {"plane": {"asked": "auto", "ran": "auto", "why": "it"}}),
         ("when", {"when": "yesterday"}),
+        ("transport.found.P2P", {"found": {"P2P": []}}),
     ],
 )
 def test_wrong_field_is_named_by_its_path(where: str, broken: dict[str, object]) -> None:
@@ -123,8 +124,8 @@ def test_unknown_field_is_named() -> None:
 
 def test_other_version_is_refused_as_such() -> None:
     """A receipt of another version is refused by both version numbers, not by its fields."""
-    with pytest.raises(ReceiptError, match=r"version 2; this butter_mpi reads version 1$"):
-        receipts.check({"schema": 2}, "it")
+    with pytest.raises(ReceiptError, match=r"version 1; this butter_mpi reads version 2$"):
+        receipts.check({"schema": 1}, "it")
 
 
 @pytest.mark.parametrize("content", [b"not json", b"{", b"\xff\xfe", b"", b"[" * 100_000, b"9" * 5000])
@@ -246,7 +247,7 @@ def test_compare_ignores_what_differs_by_nature() -> None:
         ({"records": [record(0)]}, ("world size", 2, 1)),
         ({"records": [record(0, library=library()), record(1)]}, ("library sha256", None, DIGEST)),
         ({"records": [record(0, library=library()), record(1)]}, ("library version", None, 23203)),
-        ({"found": ["NET/IB"]}, ("transport found", [], ["NET/IB"])),
+        ({"found": {"NET/IB": [0, 1]}}, ("transport found", {}, {"NET/IB": [0, 1]})),
         (
             {"policy": [{"name": "NCCL_IB_TIMEOUT", "value": "10", "set_by": "environment", "ranks": [0, 1]}]},
             ("policy NCCL_IB_TIMEOUT", "10 (by selftest)", "10 (by environment)"),

@@ -10,6 +10,7 @@ import pytest
 
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.selftest.data import Buffer, Case, Expected, Values, differing
+from butter_mpi.selftest.places import HostPlace
 
 WORLDS = (1, 2, 3, 5, 64)
 REDUCERS: dict[ReduceOp, Any] = {
@@ -118,7 +119,7 @@ def test_difference_is_told_with_its_place() -> None:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_stray_bytes_are_told(count: int) -> None:
     """A byte written before or after the array is told with its side; none is, none."""
-    buffer = Buffer(DType.FLOAT64, count)
+    buffer = Buffer(HostPlace(), DType.FLOAT64, count)
     assert buffer.harm() == []
     outside = buffer.bytes.base
     assert outside is not None
@@ -133,6 +134,6 @@ def test_stray_bytes_are_told(count: int) -> None:
 def test_poison_differs_in_every_byte(dtype: DType) -> None:
     """A poisoned buffer has no byte of the expected result."""
     expected = Case(16, 2, dtype, 100).raw(0)
-    buffer = Buffer(dtype, 100)
+    buffer = Buffer(HostPlace(), dtype, 100)
     buffer.poison(expected)
     assert not (buffer.bytes == expected.view(np.uint8)).any()

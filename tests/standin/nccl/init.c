@@ -206,3 +206,11 @@ API ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int size, int rank, 
   }
   return init(comm, size, &ids[0], rank, config, __func__);
 }
+
+/* One device a process is all that runs here. */
+API ncclResult_t ncclCommInitAll(ncclComm_t *comms, int count, const int *devices) {
+  (void)comms;
+  (void)devices;
+  log_warn("ncclCommInitAll : %d devices in one process are not supported by the stand-in", count);
+  return ncclInvalidUsage;
+}

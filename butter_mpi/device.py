@@ -1,0 +1,283 @@
+"""One CUDA device of this process: its primary context, streams, events, memory and kernels, by the driver API.
+
+Streams, events and pointers are integers. Every function names the C function in its error.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+from butter_mpi.cuda import call, load_driver
+from butter_mpi.errors import CUDAError
+
+__all__ = ["LEGACY_STREAMS", "Device"]
+
+LEGACY_STREAMS = (0, 1)
+"""The two names of the legacy default stream."""
+
+_OTHER_CONTEXT = (
+    "the CUDA context that is current in this thread is not the primary context of cuda:{0}, the device of this rank: "
+    "another package has set another device. A process uses one device; set that one (torch.cuda.set_device, "
+    "cupy.cuda.Device.use) before init, and leave it, or make only it visible"
+)
+_PER_THREAD_STREAM = 2
+_HANDLE_ALIGNMENT = 8
+_NON_BLOCKING = 1
+_DISABLE_TIMING = 2
+_NOT_READY = 600
+_INVALID_VALUE = 1
+_HOST_MEMORY = 1
+_DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
+_IMPLICITLY_CAPTURED = 906
+
+
+class Device:
+    """A device, with its primary context retained for the life of the process: what others made in it stays.
+
+    Parameters
+    ----------
+    ordinal : int
+        Among the visible devices.
+
+    Raises
+    ------
+    CUDAError
+        The driver fails, or this thread's current context is another one: a process uses one device here.
+    """
+
+    _made: ClassVar[dict[int, Device]] = {}
+
+    @classmethod
+    def of(cls, ordinal: int) -> Device:
+        """Return the device of this process, the same object each time.
+
+        Raises
+        ------
+        CUDAError
+            As the constructor, or the process uses another device already.
+        """
+        for other in cls._made:
+            if other != ordinal:
+                raise CUDAError(
+                    f"this process uses cuda:{other} already, and cuda:{ordinal} would be a second device; start one "
+                    "process for each",
+                    call="cuDeviceGet",
+                    code=0,
+                )
+        if ordinal not in cls._made:
+            cls._made[ordinal] = cls(ordinal)
+        cls._made[ordinal].make_current()
+        return cls._made[ordinal]
+
+    def __init__(self, ordinal: int) -> None:
+        self._driver = load_driver()
+        self.ordinal = ordinal
+        call(self._driver, "cuInit", 0)
+        self._device = call(self._driver, "cuDeviceGet", ordinal)
+        self._context = call(self._driver, "cuDevicePrimaryCtxRetain", self._device)
+        current = int(call(self._driver, "cuCtxGetCurrent"))
+        if current not in (0, int(self._context)):
+            call(self._driver, "cuDevicePrimaryCtxRelease", self._device)
+            raise CUDAError(_OTHER_CONTEXT.format(ordinal), call="cuCtxGetCurrent", code=0)
+        self.make_current()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a driver function and return what it gives.
+
+        Raises
+        ------
+        CUDAError
+            It failed.
+        """
+        return call(self._driver, name, *arguments)
+
+    def make_current(self) -> None:
+        """Make the primary context current in this thread (``cuCtxSetCurrent``)."""
+        self.call("cuCtxSetCurrent", self._context)
+
+    def enter(self) -> None:
+        """Make the primary context current in this thread if it has none; what another package has set stays.
+
+        Raises
+        ------
+        ValueError
+            Another context is current.
+        """
+        current = int(self.call("cuCtxGetCurrent"))
+        if current not in (0, int(self._context)):
+            raise ValueError(_OTHER_CONTEXT.format(self.ordinal))
+        if not current:
+            self.make_current()
+
+    @functools.cached_property
+    def capability(self) -> tuple[int, int]:
+        """Return the compute capability (``cuDeviceGetAttribute``)."""
+        names = self._driver.CUdevice_attribute
+        major = self.call("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self._device)
+        minor = self.call("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self._device)
+        return int(major), int(minor)
+
+    # -- streams and events ------------------------------------------------------------------------------------------
+
+    def make_stream(self) -> int:
+        """Return a new stream that does not wait for the legacy default stream (``cuStreamCreate``)."""
+        self.make_current()
+        return int(self.call("cuStreamCreate", _NON_BLOCKING))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream of :meth:`make_stream` once its work is done (``cuStreamDestroy``)."""
+        self.call("cuStreamDestroy", stream)
+
+    def make_event(self) -> int:
+        """Return a new event without timing (``cuEventCreate``)."""
+        self.make_current()
+        return int(self.call("cuEventCreate", _DISABLE_TIMING))
+
+    def destroy_event(self, event: int) -> None:
+        """Destroy an event (``cuEventDestroy``); 0 is none, and nothing happens."""
+        if event:
+            self.call("cuEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Let `event` stand for what `stream` holds now (``cuEventRecord``)."""
+        self.call("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let later work on `stream` wait for `event` (``cuStreamWaitEvent``)."""
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def ready(self, stream: int) -> bool:
+        """Return whether a stream's work is done (``cuStreamQuery``)."""
+        return self._done("cuStreamQuery", stream)
+
+    def event_ready(self, event: int) -> bool:
+        """Return whether what an event stands for is done (``cuEventQuery``)."""
+        return self._done("cuEventQuery", event)
+
+    def _done(self, name: str, handle: int) -> bool:
+        try:
+            self.call(name, handle)
+        except CUDAError as error:
+            if error.code == _NOT_READY:
+                return False
+            raise
+        return True
+
+    def check_stream(self, stream: Any) -> int:
+        """Return a stream that work of this device can be put on.
+
+        Raises
+        ------
+        TypeError
+            Not an integer.
+        ValueError
+            No stream handle, of another context, of the calling thread only, or being captured into a graph; or another
+            context is current. The stream, and a capture, stay as they are.
+        """
+        if isinstance(stream, bool) or not hasattr(stream, "__index__"):
+            raise TypeError(f"stream must be an int, the handle of a CUDA stream; got {type(stream).__name__}")
+        number = int(stream)
+        self.enter()
+        if number == _PER_THREAD_STREAM:
+            raise ValueError(
+                "stream must be one that all threads share; the per-thread default stream is another one in each "
+                "thread: make a stream of your own"
+            )
+        if number not in LEGACY_STREAMS and (number < 0 or number % _HANDLE_ALIGNMENT):
+            raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
+        if number not in LEGACY_STREAMS and self._context_of(number) != int(self._context):
+            raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {number:#x} is of another")
+        self.refuse_capture(number)
+        return number
+
+    def refuse_capture(self, stream: int) -> None:
+        """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is."""
+        if self._captured(stream):
+            raise ValueError(
+                f"stream must not be captured into a CUDA graph: {stream:#x} is. A graph that replays an operation "
+                "takes no sequence number, and no other rank could compare it; end the capture first"
+            )
+
+    def _context_of(self, stream: int) -> int:
+        try:
+            return int(self.call("cuStreamGetCtx", stream))
+        except CUDAError as error:
+            if error.code in (_DESTROYED_CONTEXT, _INVALID_HANDLE):
+                raise ValueError(f"stream must be the handle of a CUDA stream; {stream:#x} is none: {error}") from None
+            raise
+
+    def _captured(self, stream: int) -> bool:
+        status = self._driver.CUstreamCaptureStatus
+        try:
+            return bool(self.call("cuStreamIsCapturing", stream) != status.CU_STREAM_CAPTURE_STATUS_NONE)
+        except CUDAError as error:
+            if error.code == _IMPLICITLY_CAPTURED:
+                return True
+            raise
+
+    def check_context(self, stream: int) -> None:
+        """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.
+
+        Raises
+        ------
+        CUDAError
+            Work of this process broke it, perhaps long ago: from then on every call fails.
+        """
+        self.make_current()
+        self._captured(stream)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def alloc(self, nbytes: int) -> int:
+        """Return device memory (``cuMemAlloc``)."""
+        self.make_current()
+        return int(self.call("cuMemAlloc", nbytes))
+
+    def free(self, pointer: int) -> None:
+        """Free memory of :meth:`alloc` once all work is done (``cuMemFree``)."""
+        self.make_current()
+        self.call("cuMemFree", pointer)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy bytes in stream order, between device and host memory as the addresses say (``cuMemcpyAsync``)."""
+        if nbytes and target != source:
+            self.make_current()
+            self.call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def fill(self, pointer: int, byte: int, nbytes: int, stream: int) -> None:
+        """Set bytes in stream order (``cuMemsetD8Async``)."""
+        if nbytes:
+            self.make_current()
+            self.call("cuMemsetD8Async", pointer, byte, nbytes, stream)
+
+    def owner(self, pointer: int) -> int | None:
+        """Return the ordinal of the device whose memory is at `pointer`, ``None`` for host memory.
+
+        Raises
+        ------
+        ValueError
+            Another context is current.
+        """
+        attributes = self._driver.CUpointer_attribute
+        self.enter()
+        try:
+            kind = int(self.call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer))
+            if kind == _HOST_MEMORY:
+                return None
+            return int(self.call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer))
+        except CUDAError as error:
+            if error.code == _INVALID_VALUE:
+                return None
+            raise
+
+    def load_kernel(self, code: bytes, name: str) -> int:
+        """Return a kernel of machine code (``cuModuleLoadData``); it stays loaded."""
+        self.make_current()
+        module = self.call("cuModuleLoadData", code)
+        return int(self.call("cuModuleGetFunction", module, name.encode()))
+
+    def launch(self, kernel: int, blocks: int, threads: int, stream: int, arguments: Any) -> None:
+        """Launch a kernel in stream order (``cuLaunchKernel``); `arguments` as cuda-python takes them."""
+        self.make_current()
+        self.call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)

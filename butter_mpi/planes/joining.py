@@ -1,0 +1,169 @@
+"""How a NCCL communicator is made: bounded, left cleanly at the deadline, and fast afterwards.
+
+NCCL's start has no timeout and only a *non-blocking* communicator can be given up while it starts; but each call on one
+costs five to ten times what it costs on a *blocking* one. So the ranks meet in a non-blocking communicator, which is
+polled, split a blocking one off it, and close the first. ``docs/explanation/nccl.md`` has the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from butter_mpi import nccl
+from butter_mpi._libnccl import Library
+from butter_mpi.control import Control, Overdue, Pause, Watch
+from butter_mpi.detached import Detached
+from butter_mpi.device import Device
+from butter_mpi.errors import StartError
+from butter_mpi.unique_id import share_unique_id
+
+__all__ = ["ABORT_SECONDS", "Bound", "abort", "join"]
+
+ABORT_SECONDS = 2.0
+"""How long an abort is waited for; NCCL needs half a second for a stuck kernel."""
+
+_OPEN_GROUP = (
+    "this thread is inside {levels} NCCL group level(s) that nobody ended: a call on it would be queued and never run. "
+    "Another package began a group, or failed to start NCCL, before butter_mpi; start the job again, init first"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What ends the waits of a start: a deadline, and a look at what other ranks say, which may raise."""
+
+    watch: Watch
+    look: Callable[[], None]
+
+
+def abort(library: Library, device: Device, handle: int, calling: Detached | None) -> Detached:
+    """Give a communicator up in a thread of its own (``ncclCommAbort``): it may take half a second, or never return.
+
+    A call on it that another thread is inside is waited for: an abort would free what that call uses.
+    """
+
+    def run() -> None:
+        if calling is not None:
+            calling.wait()
+        device.make_current()
+        nccl.abort(library, handle)
+
+    return Detached(run)
+
+
+def _destroy(library: Library, device: Device, handle: nccl.Handle) -> Detached:
+    """End a healthy communicator in a thread of its own (``ncclCommDestroy``): it waits for its work, and for peers."""
+
+    def run() -> None:
+        device.make_current()
+        assert handle.value is not None
+        nccl.destroy(library, handle.value)
+
+    return Detached(run)
+
+
+def _give_up(library: Library, device: Device, *handles: nccl.Handle) -> Detached:
+    """Abort what a failed start has made, parent first: until then NCCL may write the child's handle."""
+
+    def run() -> None:
+        device.make_current()
+        for handle in handles:
+            if handle.value is not None:
+                nccl.abort(library, handle.value)
+
+    return Detached(run)
+
+
+def join(library: Library, device: Device, control: Control, bound: Bound) -> int:
+    """Return a blocking communicator of all ranks of `control`, in their order.
+
+    Parameters
+    ----------
+    library : Library
+        NCCL.
+    device : Device
+        This rank's device, whose context is current in this thread.
+    control : Control
+        The control plane of the same ranks.
+    bound : Bound
+        What ends it early.
+
+    Returns
+    -------
+    int
+        The handle; its collectives are connected if ``NCCL_RUNTIME_CONNECT`` is 0.
+
+    Raises
+    ------
+    NCCLError
+        A call failed on this rank.
+    StartError
+        Rank 0 could not make a unique ID; this thread was in a group before; NCCL's ranks are not MPI's.
+    Overdue
+        Not every rank came in time.
+    """
+    _refuse_open_group(library)
+    unique_id = share_unique_id(control, lambda: nccl.get_unique_id(library), bound.watch, bound.look)
+    parent, child = nccl.Handle(), nccl.Handle()
+    try:
+        config = nccl.make_config(library, blocking=0)
+        state = nccl.init_rank_config(library, parent, control.size, unique_id, control.rank, config)
+        _settle(library, parent, parent, state, bound, "making the NCCL communicator")
+        _split(library, parent, child, control, bound)
+        handle = _checked(library, device, child, control)
+    except BaseException:
+        # Such a failure can leave this thread in a group.
+        nccl.close_leaked_groups(library)
+        _give_up(library, device, parent, child)
+        raise
+    try:
+        _destroy(library, device, parent).result(bound.watch, "closing the first communicator", bound.look)
+    except BaseException:
+        _give_up(library, device, child)
+        raise
+    return handle
+
+
+def _refuse_open_group(library: Library) -> None:
+    levels = nccl.close_leaked_groups(library)
+    if levels:
+        raise StartError(_OPEN_GROUP.format(levels=levels), phase="NCCL group")
+
+
+def _settle(library: Library, handle: nccl.Handle, made: nccl.Handle, state: int, bound: Bound, phase: str) -> None:
+    """Poll a non-blocking communicator until its call is done and `made` is there.
+
+    NCCL writes the handle of a communicator that was split off from a thread of its own, and may call the parent's
+    state a success before.
+    """
+    pause = Pause()
+    while state == nccl.IN_PROGRESS or made.value is None:
+        if bound.watch.tick():
+            raise Overdue(phase, bound.watch.elapsed)
+        bound.look()
+        pause()
+        assert handle.value is not None
+        state = nccl.check(library, phase, nccl.get_async_error(library, handle.value), in_progress=True)
+
+
+def _split(library: Library, parent: nccl.Handle, child: nccl.Handle, control: Control, bound: Bound) -> None:
+    assert parent.value is not None
+    config = nccl.make_config(library, blocking=1, splitShare=0)
+    state = nccl.split(library, parent.value, 0, control.rank, child, config)
+    _settle(library, parent, child, state, bound, "splitting off the blocking communicator")
+
+
+def _checked(library: Library, device: Device, child: nccl.Handle, control: Control) -> int:
+    """Return the handle; NCCL's own answers must be MPI's."""
+    handle = child.value
+    assert handle is not None
+    asked = {
+        "rank": (nccl.comm_user_rank(library, handle), control.rank),
+        "world size": (nccl.comm_count(library, handle), control.size),
+        "CUDA device": (nccl.comm_cu_device(library, handle), device.ordinal),
+    }
+    wrong = [f"{what} {said}, not {meant}" for what, (said, meant) in asked.items() if said != meant]
+    if wrong:
+        raise StartError(f"NCCL made another communicator than was asked for: {'; '.join(wrong)}", phase="NCCL init")
+    return handle

@@ -1,0 +1,548 @@
+"""The plane of device memory: NCCL's operations, put on the ordered CUDA stream; the host does not wait for them.
+
+Each call costs the host what NCCL costs and the checks. What NCCL does not tell is found elsewhere: which rank failed
+comes over the control plane, and after an abort CUDA reports the work of a stream as done, so every wait of this plane
+looks at the communicator's health before it reports success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from butter_mpi import nccl
+from butter_mpi._libnccl import Library
+from butter_mpi.collectives import Operation, call_site, control_signature
+from butter_mpi.control import Control, Overdue, Pause, Watch
+from butter_mpi.detached import Detached
+from butter_mpi.device import Device
+from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.errors import (
+    ButterError,
+    CollectiveTimeoutError,
+    CommunicatorBrokenError,
+    CUDAError,
+    NCCLError,
+    NotSupportedError,
+    StartError,
+    TransportError,
+)
+from butter_mpi.lane import LANE
+from butter_mpi.nccl_log import Capture
+from butter_mpi.planes.base import Numbered
+from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
+from butter_mpi.planes.meeting import Meeting
+from butter_mpi.planes.peers import PeerPlane, Task
+from butter_mpi.planes.waiting import Waiting, error_from
+from butter_mpi.transport import chosen, judge
+
+__all__ = ["NcclPlane"]
+
+_LOG = logging.getLogger("butter_mpi")
+_FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+_FLOAT8_CAPABILITY = (9, 0)
+_FUNCTIONS = {
+    "all_reduce": "ncclAllReduce",
+    "all_gather": "ncclAllGather",
+    "reduce_scatter": "ncclReduceScatter",
+    "broadcast": "ncclBroadcast",
+    "send": "ncclSend",
+    "recv": "ncclRecv",
+}
+_ALIGNMENT = 4096
+_BARRIER_BYTES = 4
+_THREADS = 256
+_MOST_BLOCKS = 1024
+_CLOSE_SECONDS = 2.0
+# What was on its way when a peer broke is there by then; a peer that exits lets the others speak for a little longer.
+_GRACE = 0.1
+_DEVICE_LOST = "CUDA work of this rank failed, now or earlier; no other rank is the cause"
+_STOP_ALL = "Stop all ranks before retrying"
+_UNKNOWN = "ranks that are alive; which of them has not come is not known here"
+
+
+def nothing() -> Task:
+    """No data goes over MPI."""
+    yield from ()
+
+
+class NcclPlane(PeerPlane):
+    """Collectives on device memory by NCCL.
+
+    Parameters
+    ----------
+    comms, mpi : tuple, module
+        Of ``PeerPlane``.
+    library : Library
+        NCCL.
+    ordinal : int
+        This rank's device, among the visible ones.
+    node : str
+        What tells this machine from others.
+    stream : int, optional
+        The ordered stream; without it, a non-blocking one of this plane.
+    strict : bool, default False
+        Whether ranks compare what they submit before each operation, at the price of a round of MPI messages.
+    required : str, optional
+        The transport that NCCL must be seen to use.
+    **options
+        Of ``PeerPlane``.
+    """
+
+    NAME = "nccl"
+    on_device = True
+
+    def __init__(
+        self,
+        comms: tuple[Control, Any, Any],
+        mpi: Any,
+        *,
+        library: Library,
+        ordinal: int,
+        node: str,
+        stream: int | None = None,
+        strict: bool = False,
+        required: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(comms, mpi, **options)
+        self._transport_errors = (mpi.Exception, NCCLError, CUDAError)
+        self._library, self._ordinal, self._given_stream, self._strict = library, ordinal, stream, strict
+        self._node, self._required = node, required
+        self.transport: dict[str, list[int]] = {}
+        self._device: Device | None = None
+        self._comm: int | None = None
+        # An error of a start is said before another rank ends the job for it.
+        self._close_seconds = 0.0
+        self._calling: Detached | None = None
+        self._stopping: list[Detached] = []
+        self._connected: set[tuple[int, str]] = set()
+        self._symmetric: dict[int, int] = {}
+        self._types: dict[DType, int] = {}
+        self._made = contextlib.ExitStack()
+        self._received = (0, 0)
+
+    @property
+    def device(self) -> Device:
+        """This rank's device, once the start has opened it."""
+        assert self._device is not None, "start() opens the device"
+        return self._device
+
+    def _open(self) -> None:
+        """Take the device, and make what every operation needs."""
+        if self._device is not None:
+            return
+        self._device = device = Device.of(self._ordinal)
+        own, self._aside = self._stream(), self._stream()
+        self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
+        self._events, self._added = (self._event(), self._event()), self._event()
+        self._barrier_buffer = self._buffer(_BARRIER_BYTES)
+        device.fill(self._barrier_buffer, 0, _BARRIER_BYTES, self.stream)
+
+    def _stream(self) -> int:
+        stream = self.device.make_stream()
+        self._made.callback(self.device.destroy_stream, stream)
+        return stream
+
+    def _event(self) -> int:
+        event = self.device.make_event()
+        self._made.callback(self.device.destroy_event, event)
+        return event
+
+    def _buffer(self, nbytes: int) -> int:
+        pointer = self.device.alloc(nbytes)
+        self._made.callback(self.device.free, pointer)
+        return pointer
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def start(self, watch: Watch) -> None:
+        """Make the NCCL communicator with every other rank, connected, within `watch`.
+
+        Raises
+        ------
+        StartError
+            It failed on this rank, or on another one, which has said so.
+        Overdue
+            Not every rank came in time.
+        """
+        bound = Bound(watch, self._look_at_start)
+        self._close_seconds = 0.0
+        try:
+            self._open()
+            with Capture() as log:
+                self._comm = join(self._library, self.device, self._control, bound)
+                self._connect(bound)
+                found = log.connections().as_dict()
+            self._verify(found, bound)
+            self._close_seconds = _CLOSE_SECONDS
+        except (ButterError, ValueError, TypeError) as error:
+            self._stop()
+            if isinstance(error, TransportError):
+                raise
+            raise self._start_failed(error, watch.elapsed) from error
+        except BaseException:
+            self._stop()
+            raise
+
+    def _start_failed(self, error: Exception, elapsed: float) -> StartError:
+        """Return the error, after telling it to the other ranks: they wait for this one."""
+        told = self._control.broken is not None
+        if told and isinstance(error, StartError):
+            return error
+        hint = ". Look at NCCL's log (NCCL_DEBUG=INFO)" if isinstance(error, NCCLError) else ""
+        text = f"{self.who}: start: {error}{hint}"
+        phase = error.phase if isinstance(error, StartError) else "NCCL init"
+        if not told:
+            notice = {"error": "StartError", "text": text, "lost": [], "phase": phase}
+            self._control.send(self._control.peers, "broken", notice)
+        return StartError(text, phase=phase, elapsed=elapsed)
+
+    def _verify(self, found: dict[str, Any], bound: Bound) -> None:
+        """Tell every rank what NCCL's log says of this one: the communicator stands everywhere, on what is required."""
+        mine = json.dumps({"node": self._node, "found": found}).encode()
+        every = self._control.all_gather_any(mine, bound.watch, "comparing transports", bound.look)
+        said = [json.loads(one) for one in every]
+        finding = judge(self._required, [one["found"] for one in said], [one["node"] for one in said])
+        if finding is not None:
+            raise TransportError(
+                f"{finding.message}; {finding.remedy}",
+                required=self._required,
+                found=tuple(chosen([one["found"] for one in said])),
+            )
+        self.transport = chosen([one["found"] for one in said])
+
+    def _look_at_start(self) -> None:
+        self._control.pump()
+        if self._control.broken is not None:
+            raise error_from(self.who, *self._control.broken)
+
+    def _connect(self, bound: Bound) -> None:
+        """Connect by one small operation: the host call makes connections, and would wait without a bound."""
+        self._aside_until_done(lambda: self._issue(self._barrier_operation()), bound, "connecting")
+        while not self.device.ready(self.stream):
+            if bound.watch.tick():
+                raise Overdue("the first operation", bound.watch.elapsed)
+            self._ask_nccl()
+            bound.look()
+
+    def _aside_until_done(self, call: Callable[[], Any], bound: Bound, phase: str) -> None:
+        """Make a host call that can wait for other ranks inside NCCL, in a thread that can be left to itself."""
+        device = self.device
+
+        def run() -> None:
+            device.make_current()
+            call()
+
+        self._calling = Detached(run)
+        self._calling.result(bound.watch, phase, bound.look)
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def check_stream(self, stream: int) -> int:
+        """Return a stream of this device's primary context, not captured."""
+        return int(self._ask(self.device.check_stream, stream))
+
+    def check_pointer(self, pointer: int, what: str) -> None:
+        """Refuse memory of the host, or of another device."""
+        owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
+        if owner != self.device.ordinal:
+            where = "host memory" if owner is None else f"memory of cuda:{owner}"
+            raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{self.device.ordinal}")
+
+    def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
+        """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.
+
+        A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
+        """
+        name = question.__name__
+        self._check(name)
+        try:
+            return question(subject)
+        except ValueError as error:
+            raise ValueError(f"{what or self.who}: {error}") from None
+        except CUDAError as error:
+            record = control_signature(name, self.sequence, call_site())
+            with LANE.held(self.who, name, self.deadline), self._poisoning(record):
+                raise error
+
+    def _admit(self, operation: Operation) -> None:
+        if operation.stream == self.stream:
+            # Any other one was looked at when it was given.
+            self._ask(self.device.refuse_capture, operation.stream)
+        if operation.op is not None and operation.dtype in _FLOAT8 and self.device.capability < _FLOAT8_CAPABILITY:
+            raise NotSupportedError(
+                f"{self.who}: {operation.kind} of {operation.dtype.label}: this device has compute capability "
+                f"{'.'.join(map(str, self.device.capability))}; NCCL reduces 8-bit floats from 9.0 on",
+                needs="compute capability 9.0",
+            )
+        self._type(operation.dtype)
+
+    def _type(self, dtype: DType) -> int:
+        """Return the number of an element type, where this library has it."""
+        if dtype not in self._types:
+            self._types[dtype] = nccl.data_type(self._library, dtype)
+        return self._types[dtype]
+
+    def _execute(self, numbered: Sequence[Numbered]) -> None:
+        if self._strict:
+            self._meet(numbered)
+        operations = [self._whole(operation) for operation, _ in numbered]
+        with self._on_own_stream(operations):
+            self._submit_together([self._streamed(operation) for operation in operations], numbered[0][1])
+        if len(operations) == 1 and operations[0].waits:
+            self._wait_for(operations[0], numbered[0][1])
+
+    def _meet(self, numbered: Sequence[Numbered]) -> None:
+        meeting = Meeting(self._control, self._records(numbered))
+        limit = None if any(operation.waits_for_ever for operation, _ in numbered) else self.deadline
+        self._finish(
+            [self._when_met(record, meeting, nothing()) for _, record in numbered], meeting, numbered[0][1], limit
+        )
+
+    def _whole(self, operation: Operation) -> Operation:
+        return self._barrier_operation(operation.stream) if operation.kind == "barrier" else operation
+
+    def _barrier_operation(self, stream: int | None = None) -> Operation:
+        """NCCL returns at once from an empty operation and synchronises nothing: a barrier reduces one element."""
+        own, where = self._barrier_buffer, self.stream if stream is None else stream
+        return Operation("all_reduce", 1, DType.FLOAT32, own, own, ReduceOp.SUM, stream=where)
+
+    def _streamed(self, operation: Operation) -> Operation:
+        return replace(operation, stream=self._aside) if operation.aside else operation
+
+    @contextmanager
+    def _on_own_stream(self, operations: Sequence[Operation]) -> Iterator[None]:
+        """Order the communicator's own stream after what compute streams hold, and their later work after it."""
+        before, after = self._events
+        streams = {operation.stream for operation in operations if operation.aside}
+        for stream in streams:
+            self.device.record(before, stream)
+            self.device.wait(self._aside, before)
+        yield
+        if streams:
+            self.device.record(after, self._aside)
+        for stream in streams:
+            self.device.wait(stream, after)
+
+    def _submit_together(self, operations: Sequence[Operation], record: dict[str, Any]) -> None:
+        new = self._pairs_of(operations) - self._connected
+        if not new:
+            self._issue_all(operations)
+            return
+        waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
+        # The first call between two ranks connects them inside NCCL, which waits for the other one without a bound.
+        bound = Bound(Watch(None), lambda: waiting.look(record, {}, waiting.take()))
+        self._aside_until_done(lambda: self._issue_all(operations), bound, "connecting")
+        self._connected |= new
+
+    def _pairs_of(self, operations: Sequence[Operation]) -> set[tuple[int, str]]:
+        """Return the peers that data goes to and comes from directly."""
+        if self._adds(operations):
+            return {(1 - self._rank, "send"), (1 - self._rank, "recv")}
+        return {(operation.peer, operation.kind) for operation in operations if operation.peer is not None}
+
+    def _issue_all(self, operations: Sequence[Operation]) -> None:
+        if self._adds(operations):
+            self._add_path(operations[0])
+        elif len(operations) == 1:
+            self._issue(operations[0])
+        else:
+            self._issue_group(operations)
+
+    def _issue_group(self, operations: Sequence[Operation]) -> None:
+        # An error inside a group is remembered and given again at its end, which comes exactly once.
+        nccl.group_start(self._library)
+        try:
+            for operation in operations:
+                self._issue(operation)
+        except BaseException:
+            with contextlib.suppress(NCCLError):
+                nccl.group_end(self._library)
+            raise
+        nccl.group_end(self._library)
+
+    def _issue(self, operation: Operation) -> None:
+        """Put one operation on its stream."""
+        rule = operation.rule
+        arguments: list[int | None] = [operation.send] if rule.send_blocks else []
+        arguments += [operation.recv] if rule.recv_blocks else []
+        arguments += [operation.count, self._type(operation.dtype)]
+        arguments += [operation.op.nccl] if rule.reduces and operation.op is not None else []
+        arguments += [operation.root] if rule.rooted else []
+        arguments += [operation.peer] if rule.paired else []
+        # Every number was checked when the operation was made, so the typed function alone is enough.
+        name = _FUNCTIONS[operation.kind]
+        result = self._library.function(name)(*arguments, self._comm, operation.stream)
+        nccl.check(self._library, name, result)
+
+    # -- two ranks: send, receive and add ----------------------------------------------------------------------------
+
+    def _adds(self, operations: Sequence[Operation]) -> bool:
+        first, wanted = operations[0], ("all_reduce", DType.BFLOAT16, ReduceOp.SUM)
+        fits = len(operations) == 1 and (first.kind, first.dtype, first.op) == wanted and first.count
+        return bool(self._add_kernel and self._world_size == 2 and fits)
+
+    def _add_path(self, operation: Operation) -> None:
+        """Exchange the buffers with the other rank, then add what came to one's own."""
+        peer, nbytes, stream = 1 - self._rank, operation.nbytes, operation.stream
+        received = self._receive_buffer(nbytes)
+        there = replace(operation, kind="send", peer=peer, op=None)
+        back = replace(operation, kind="recv", recv=received, peer=peer, op=None)
+        # The last kernel, perhaps on another stream, reads this buffer, and NCCL orders only what is its own.
+        self.device.wait(stream, self._added)
+        self._issue_group([there, back])
+        self.device.copy(operation.recv, operation.send, nbytes, stream)
+        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        blocks = min(-(-operation.count // _THREADS), _MOST_BLOCKS)
+        arguments = ((operation.recv, received, operation.count), types)
+        self.device.launch(self._add_kernel, blocks, _THREADS, stream, arguments)
+        self.device.record(self._added, stream)
+
+    def _receive_buffer(self, nbytes: int) -> int:
+        """Return this communicator's own buffer; a smaller one goes with the communicator, as work may still use it."""
+        if self._received[1] < nbytes:
+            self._received = (self._buffer(nbytes), nbytes)
+        return self._received[0]
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _waiting(self, record: dict[str, Any], limit: float | None, **more: Any) -> Waiting:
+        remedy = f"{_STOP_ALL}, or set a longer collective_deadline"
+        return super()._waiting(record, limit, **{"remedy": remedy, "grace": _GRACE, **more})
+
+    def _wait_for(self, operation: Operation, record: dict[str, Any]) -> None:
+        """Poll the stream; its work also counts as done after an abort, so health has the last word."""
+        waiting = self._waiting(record, None if operation.waits_for_ever else self.deadline, unknown=_UNKNOWN)
+        while not self.device.ready(operation.stream):
+            self._ask_nccl()
+            waiting.look(record, {}, waiting.take())
+        self._ask_nccl()
+        self.health.check(self.who, record["kind"])
+
+    def _ask_nccl(self) -> None:
+        if self._comm is not None:
+            state = nccl.get_async_error(self._library, self._comm)
+            nccl.check(self._library, "a communication in the background", state, in_progress=True)
+
+    def _listen(self) -> None:
+        super()._listen()
+        if self.health.cause is None:
+            self._ask_nccl()
+            self.device.check_context(self._aside)
+
+    def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
+        facts = [str(error) if isinstance(error, ButterError) else f"MPI failed: {error}"]
+        facts += [_DEVICE_LOST] if isinstance(error, CUDAError) else []
+        facts += [_STOP_ALL] if record["kind"] == "broadcast" else []
+        return super()._failed(record, ButterError(". ".join(facts)))
+
+    # -- end and return ----------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if self._comm is not None:
+            comm, self._comm = self._comm, None
+            self._stopping.append(abort(self._library, self.device, comm, self._calling))
+
+    def _release(self) -> None:
+        super()._release()
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self._made.callback(nccl.destroy, self._library, comm)
+            for registered in self._handles.values():
+                self._made.callback(nccl.deregister, self._library, comm, registered)
+        ending = Detached(self._clean_up)
+        try:
+            ending.result(Watch(self._close_seconds), "closing")
+        except Overdue:
+            # It goes on by itself: a peer, or work that is under way, is waited for.
+            pass
+        except (NCCLError, CUDAError) as error:
+            _LOG.warning("%s: closing: %s", self.who, error)
+
+    def _clean_up(self) -> None:
+        """Give back what this communicator has, last made first, once its work is done."""
+        if self._device is not None:
+            self._device.make_current()
+        for stopping in self._stopping:
+            stopping.wait()
+        # What fails is no reason to keep the rest.
+        self._made.close()
+
+    def _reconnect(self) -> None:
+        self._stop()
+        for stopping in self._stopping:
+            with contextlib.suppress(Overdue, NCCLError):
+                stopping.result(Watch(ABORT_SECONDS), "aborting")
+        super()._reconnect()
+        self._connected.clear()
+        try:
+            self.start(Watch(self._start_deadline))
+        except (StartError, Overdue) as error:
+            late = isinstance(error, Overdue)
+            kind = CollectiveTimeoutError if late else CommunicatorBrokenError
+            raise kind(
+                f"{self.who}: attempt_reconnect: {error}", operation="attempt_reconnect", phase="reconnect"
+            ) from error
+
+    def native(self) -> tuple[Library, int]:
+        """Return NCCL and the handle of the communicator, which is void once this one breaks or ends.
+
+        Raises
+        ------
+        CommunicatorBrokenError, CommunicatorClosedError
+            It is void.
+        """
+        self._check("native")
+        assert self._comm is not None
+        return self._library, self._comm
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _register(self, ptr: int, nbytes: int) -> Any:
+        assert self._comm is not None
+        self.device.enter()
+        return nccl.register(self._library, self._comm, ptr, nbytes)
+
+    def _deregister(self, registered: Any) -> None:
+        if self._comm is not None:
+            nccl.deregister(self._library, self._comm, registered)
+
+    def symmetric_alloc(self, nbytes: int) -> int:
+        """Allocate by NCCL's allocator (``ncclMemAlloc``)."""
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ValueError(f"{self.who}: symmetric_alloc: nbytes must be 1 or more; got {nbytes!r}")
+        self.device.enter()
+        base = nccl.mem_alloc(self._library, nbytes)
+        if base % _ALIGNMENT:
+            # NCCL falls back to the ordinary allocator where the driver's virtual memory cannot be had.
+            nccl.mem_free(self._library, base)
+            base = nccl.mem_alloc(self._library, nbytes + _ALIGNMENT)
+        pointer = base + -base % _ALIGNMENT
+        self._symmetric[pointer] = base
+        return pointer
+
+    def symmetric_free(self, ptr: int) -> None:
+        """Free it (``ncclMemFree``), after waiting for this communicator's streams; others must be done."""
+        if ptr not in self._symmetric:
+            raise ValueError(
+                f"{self.who}: symmetric_free: {ptr!r} is not memory of symmetric_alloc, or is freed already"
+            )
+        self.device.enter()
+        self._drain()
+        nccl.mem_free(self._library, self._symmetric.pop(ptr))
+
+    def _drain(self) -> None:
+        """Wait for the streams of this communicator, as freed memory that work still uses would break the device."""
+        watch, pause = Watch(self.deadline), Pause()
+        for stream in () if self.health.closed else (self.stream, self._aside):
+            while not self.device.ready(stream):
+                if watch.tick():
+                    raise ButterError(f"{self.who}: symmetric_free: a stream is still busy; nothing was freed")
+                pause()

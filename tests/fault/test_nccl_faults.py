@@ -1,0 +1,245 @@
+"""Failures of the nccl plane in a running job: found on one rank, told to all, and left behind by a reconnect."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.mpirun import run_job
+from helpers.standin import build
+
+POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
+
+HEAD = """
+import os, sys, time, threading
+import numpy as np
+import butter_mpi
+from butter_mpi import DType, nccl
+from helpers.memory import DeviceMemory
+from helpers.standin_rank import Gpu, driver, until
+from mpi4py import MPI
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+def say(text):
+    print(text, flush=True)
+def start(check="light", **fault):
+    fault = butter_mpi.FaultPolicy(**{"start_deadline": 20, "collective_deadline": 10, **fault})
+    return butter_mpi.init(plane="nccl", check=check, fault=fault)
+def broken(call):
+    began = time.monotonic()
+    try:
+        call()
+    except butter_mpi.CommunicatorBrokenError as error:
+        assert time.monotonic() - began < 5, time.monotonic() - began
+        say(f"{type(error).__name__} {error}")
+        return error
+    raise AssertionError("nothing came")
+comm = start()
+plane = comm.backend
+memory = DeviceMemory(plane.device, plane.stream)
+"""
+
+WORKS = """
+assert not comm.is_healthy()
+comm.attempt_reconnect()
+data = np.full(1000, RANK + 1, np.float32)
+x = memory.put(data)
+plane.all_reduce(x, 4000, dtype=DType.FLOAT32)
+assert (memory.get(x, data) == SIZE * (SIZE + 1) / 2).all() and comm.is_healthy()
+comm.close()
+"""
+
+
+def env(faults: str = "", **more: str) -> dict[str, str]:
+    """Return the variables of a job."""
+    return build().env(faults=faults, **POLICY, **more)
+
+
+def passed(n: int, program: str, faults: str = "", **more: str) -> list[str]:
+    """Run a program that ends well on every rank; return what each one wrote."""
+    result = run_job(n, HEAD + program, env=env(faults, **more))
+    assert result.rc == 0, result.text
+    return result.rank_out
+
+
+@pytest.mark.parametrize("call", ["comm.wait_for_async_error(10)", "until(lambda: comm.check_async_error(), 5)"])
+def test_error_in_the_background(call: str) -> None:
+    """An error that NCCL found in the background of one rank poisons every rank; a reconnect works."""
+    program = f"plane.barrier(); plane.barrier()\nbroken(lambda: {call})\n" + WORKS
+    for rank, out in enumerate(passed(3, program, "1@collective#3=6")):
+        assert f"rank {rank}/3" in out and "ncclRemoteError" in out and "rank 1/3 on" in out
+
+
+def test_is_healthy_says_no_and_does_not_raise() -> None:
+    """is_healthy finds the error by itself, and returns."""
+    program = "plane.barrier()\nassert until(lambda: not comm.is_healthy(), 5)\nbroken(comm.check_async_error)\n"
+    assert all("ncclRemoteError" in out for out in passed(2, program + WORKS, "0@collective#2=6"))
+
+
+@pytest.mark.parametrize("command", ["broadcast(p, 4, 0)", "recv_command_u32(p, 0)"])
+def test_error_while_waiting(command: str) -> None:
+    """A wait for a broadcast or a command ends with the error on every rank, not at the deadline."""
+    program = f"p = memory.blank(4)\nbroken(lambda: plane.{command} if RANK else plane.broadcast(p, 4, 0))\n" + WORKS
+    outs = passed(2, program, "1@collective#2=6")
+    assert all("ncclRemoteError" in out and "Stop all ranks before retrying" in out for out in outs), outs
+
+
+def test_error_inside_a_group() -> None:
+    """A call that fails inside NCCL's group ends the group, exactly once: the thread is in none afterwards."""
+    program = """
+p = memory.blank(64)
+def group():
+    with comm.group():
+        for peer in range(SIZE):
+            plane.send_to(p, 4, peer, plane.stream)
+            plane.recv_from(p + 16, 4, peer, plane.stream)
+broken(group if RANK == 1 else lambda: comm.wait_for_async_error(10))
+assert nccl.close_leaked_groups(plane._library) == 0
+"""
+    for out in passed(2, program + WORKS, "1@ncclRecv#2=4"):
+        assert "ncclRecv failed with ncclInvalidArgument" in out and "rank 1/2 on" in out
+
+
+def test_error_of_one_operation() -> None:
+    """An operation that fails on one rank is told to the others; the first cause stays until all reconnect."""
+    program = """
+def twice():
+    plane.barrier(); plane.barrier()
+first = broken(twice if RANK == 1 else lambda: comm.wait_for_async_error(10))
+assert str(broken(plane.barrier)) == str(first)
+"""
+    assert all("barrier #2" in out for out in passed(3, program + WORKS, "1@ncclAllReduce#3=3"))
+
+
+@pytest.mark.parametrize(
+    "found_by", ["plane.barrier()", "comm.check_async_error()", "plane.broadcast(p, 4, 0)", "lent()"]
+)
+def test_broken_context(found_by: str) -> None:
+    """A kernel that breaks the CUDA context of one rank is that rank's fault; the others are told so, and all end."""
+    program = f"""
+p = memory.blank(64)
+plane.barrier()
+memory.wait()
+def lent():
+    comm.all_reduce(type("X", (), dict(__cuda_array_interface__=dict(
+        shape=(4,), typestr="<f4", data=(p, False), version=3, stream=plane.stream)))())
+if RANK == 1:
+    gpu, stream = Gpu(plane.device.ordinal), plane.device.make_stream()
+    gpu.launch("fill_f32", stream, 8, 1.0, 100)
+    assert until(lambda: int(driver.cuStreamQuery(stream)[0]) not in (0, 600))
+    broken(lambda: {found_by})
+    broken(plane.barrier)
+else:
+    broken(lambda: comm.wait_for_async_error(10))
+"""
+    result = run_job(2, HEAD + program + "comm.close(); comm.close()", env=env())
+    assert all("rank 1/2 on" in out and "no other rank is the cause" in out for out in result.rank_out), result.text
+    assert "Traceback" not in "".join(result.rank_err) and result.seconds < 15, result.text
+
+
+def test_abort_that_never_returns() -> None:
+    """NCCL's abort may wait for ever: neither abort(), nor a reconnect, nor the exit waits with it."""
+    program = """
+began = time.monotonic()
+plane.all_reduce(memory.blank(4), 4) if RANK == 0 else None
+comm.abort("enough")
+assert time.monotonic() - began < 4
+with start() as again:
+    again.barrier()
+say("done")
+MPI.COMM_WORLD.Barrier()
+"""
+    result = run_job(2, HEAD + program, env=env("ncclCommAbort=hang"), timeout=30)
+    assert result.rank_out == ["done\n"] * 2 and result.seconds < 15, result.text
+
+
+def test_close_that_fails() -> None:
+    """What cannot be given back is told in the log; closing goes on, and is no exception."""
+    program = "plane.barrier(); memory.wait()\nMPI.COMM_WORLD.Barrier()\ncomm.close(); comm.close(); say(plane.state())"
+    result = run_job(2, HEAD + program, env=env("1@ncclCommDestroy#2=3"))
+    assert result.rc == 0 and result.rank_out == ["closed\n"] * 2, result.text
+    assert "closing: ncclCommDestroy failed" in result.rank_err[1] and not result.rank_err[0], result.text
+
+
+def test_exit_with_a_stuck_call() -> None:
+    """A first message whose peer never comes ends at the deadline; the exit does not wait for the call inside NCCL."""
+    program = """
+if RANK == 0:
+    try:
+        plane.send_to(memory.blank(8), 8, 1, plane.stream)
+    except butter_mpi.CollectiveTimeoutError as error:
+        say(error)
+else:
+    try:
+        comm.wait_for_async_error(30)
+    except butter_mpi.CollectiveTimeoutError as error:
+        say(error)
+comm.close()
+"""
+    result = run_job(2, HEAD + "plane.deadline = 1\n" + program, env=env(), timeout=40)
+    assert all("send #1" in out for out in result.rank_out) and result.seconds < 15, result.text
+
+
+def test_never_closed_with_work_under_way() -> None:
+    """A communicator that nobody closed, with an operation that no other rank comes to, holds up no exit."""
+    program = "plane.all_reduce(memory.blank(4), 4) if RANK == 0 else None\nsay('done')"
+    result = run_job(2, HEAD + program, env=env(), timeout=40)
+    assert result.rank_out == ["done\n"] * 2 and result.seconds < 15, result.text
+
+
+def test_exception_while_an_operation_is_stuck() -> None:
+    """An exception that ends one rank while others wait on the device ends the job, with every rank's reason."""
+    program = "if RANK == 1: raise ZeroDivisionError('bug')\nplane.broadcast(memory.blank(4), 4, 0)"
+    result = run_job(2, HEAD + program, env=env(), timeout=40)
+    assert result.rc != 0 and result.seconds < 15, result.text
+    assert "ZeroDivisionError: bug" in result.rank_err[1], result.text
+    assert "PeerLostError" in result.rank_err[0] and "ZeroDivisionError" in result.rank_err[0], result.text
+
+
+FLAT = """
+def facts():
+    threads = sum(1 for _ in os.scandir("/proc/self/task"))
+    files = sum(1 for _ in os.scandir("/proc/self/fd"))
+    shared = sum(1 for name in os.listdir("/dev/shm") if "nccl" in name)
+    free = plane.device.call("cuMemGetInfo")
+    return threads, files, shared, free
+def settled():
+    '''What threads and their ends cost is given back soon after.'''
+    seen = []
+    until(lambda: len(seen) > 20 and len(set(seen[-20:])) == 1 or seen.append(facts()), 3)
+    return seen[-1]
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("ending", ["close", "abort", "a failed operation", "a failed start"])
+def test_endings_leave_nothing(ending: str) -> None:
+    """Twenty communicators one after another leave files, threads, shared memory and device memory as they were."""
+    once = {
+        "close": "c = start(); c.barrier(); c.close()",
+        "abort": "c = start(); c.barrier(); MPI.COMM_WORLD.Barrier(); c.abort('so')",
+        "a failed operation": """
+c = start()
+try:
+    c.backend.reduce_scatter(p, p, 4)
+except butter_mpi.CommunicatorBrokenError:
+    c.attempt_reconnect()
+c.close()""",
+        "a failed start": """
+try:
+    start(); raise AssertionError
+except butter_mpi.StartError:
+    pass""",
+    }[ending]
+    faults = {"a failed operation": "ncclReduceScatter=3", "a failed start": "1@ncclCommSplit#2+=3"}.get(ending, "")
+    program = f"""
+p = memory.blank(64)
+def once():
+    {once.strip().replace(chr(10), chr(10) + "    ")}
+for turn in range(20):
+    once()
+    MPI.COMM_WORLD.Barrier()
+    if turn == 4: before = settled()
+after = settled()
+assert after == before, (before, after)
+say("flat")
+"""
+    result = run_job(2, HEAD + FLAT + program + "MPI.COMM_WORLD.Barrier()", env=env(faults))
+    assert result.rank_out == ["flat\n"] * 2, result.text

@@ -1,0 +1,174 @@
+"""Arrays and streams of CuPy, PyTorch and cuda.core on a GPU: ``mpirun -np 2 ... pytest --with-mpi tests/gpu``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import butter_mpi
+from butter_mpi.kernels import bf16_add_inplace
+
+pytestmark = pytest.mark.mpi
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+TOTAL = SIZE * (SIZE + 1) // 2
+SLOW = 200_000_000
+"""Cycles for which a stream is kept busy: a tenth of a second, so that a missing wait would show."""
+
+
+@pytest.fixture(scope="module")
+def comm() -> Iterator[butter_mpi.Communicator]:
+    """A communicator on the nccl plane; ranks share a GPU where the run says so."""
+    share = bool(os.environ.get("BUTTER_MPI_TEST_SHARE_GPU"))
+    with butter_mpi.init(MPI.COMM_WORLD, plane="nccl", share_gpu=share) as made:
+        yield made
+
+
+@pytest.fixture
+def torch() -> Any:
+    """PyTorch with a GPU."""
+    module = pytest.importorskip("torch", reason="PyTorch is not installed")
+    if not module.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU")
+    return module
+
+
+@pytest.fixture
+def cupy() -> Any:
+    """CuPy with a GPU."""
+    return pytest.importorskip("cupy", reason="CuPy is not installed")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_torch_tensor_on_its_stream(comm: butter_mpi.Communicator, torch: Any, given: bool) -> None:
+    """An operation comes after the kernel that makes its input and before the one that uses its output."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(SLOW * (1 + RANK))
+        x += RANK + 1
+        comm.all_reduce(x, stream=stream if given else None)
+        y = x * 2
+    stream.synchronize()
+    assert bool((y == 2 * TOTAL).all())
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"])
+def test_torch_types(comm: butter_mpi.Communicator, torch: Any, name: str) -> None:
+    """Every element type that both sides have."""
+    x = torch.full((1001,), RANK + 1, dtype=getattr(torch, name), device="cuda")
+    out = torch.empty(SIZE * 1001, dtype=x.dtype, device="cuda")
+    comm.all_gather(x, out)
+    comm.all_reduce(x)
+    torch.cuda.synchronize()
+    assert bool((x == TOTAL).all())
+    assert [int(out[1001 * rank]) for rank in range(SIZE)] == list(range(1, SIZE + 1))
+
+
+def test_torch_refusals(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """Host memory, strides and types without operations are refused by name; the communicator stays healthy."""
+    for wrong, error, text in (
+        (torch.zeros(4), TypeError, "on cpu"),
+        (torch.zeros(8, device="cuda")[::2], ValueError, "not contiguous"),
+        (torch.zeros(4, dtype=torch.complex64, device="cuda"), ValueError, "dtype must be one of"),
+        (np.zeros(4), TypeError, "device memory"),
+    ):
+        with pytest.raises(error, match=text):
+            comm.all_reduce(wrong)
+    assert comm.is_healthy()
+
+
+def test_torch_graph_capture_is_refused(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """A captured stream is refused with the reason; the capture goes on and its graph is right."""
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        x += 1
+        with pytest.raises(ValueError, match="captured into a CUDA graph"):
+            comm.all_reduce(x)
+        x += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((x == 2).all()) and comm.is_healthy()
+    comm.all_reduce(x)
+    torch.cuda.synchronize()
+    assert bool((x == 2 * SIZE).all())
+
+
+def test_cupy_array_on_its_stream(comm: butter_mpi.Communicator, cupy: Any) -> None:
+    """CuPy's current stream is the ordered one; a stream that is given wins."""
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        x = cupy.zeros(1 << 20, cupy.float32)
+        x += RANK + 1
+        comm.all_reduce(x)
+        y = x * 2
+        stream.synchronize()
+    assert bool((y == 2 * TOTAL).all())
+    x = cupy.full(7, RANK + 1, cupy.int64)
+    cupy.cuda.Device().synchronize()
+    comm.broadcast(x, SIZE - 1, stream=stream)
+    stream.synchronize()
+    assert bool((x == SIZE).all())
+
+
+def test_cuda_core_stream(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """A stream of cuda.core is taken as it is."""
+    core = pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    device = core.Device(torch.cuda.current_device())
+    device.set_current()
+    stream = device.create_stream()
+    x = torch.full((5,), RANK + 1.0, device="cuda")
+    torch.cuda.synchronize()
+    comm.all_reduce(x, stream=stream)
+    stream.sync()
+    assert bool((x == TOTAL).all())
+
+
+@pytest.mark.skipif(SIZE != 2, reason="the add path is for 2 ranks")
+@pytest.mark.parametrize("count", [1, 3, 2**20 + 1])
+def test_add_path_gives_what_nccl_gives(comm: butter_mpi.Communicator, torch: Any, count: int) -> None:
+    """Send, receive and add, by the kernel compiled here: the sum rounded once, bit for bit that of NCCL."""
+    plane: Any = comm.backend
+    made = [torch.randn(count, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(SIZE)]
+    expected = (made[0].float() + made[1].float()).bfloat16().cuda()
+    plane.set_add_kernel(bf16_add_inplace(plane.device))
+    try:
+        x = made[RANK].cuda()
+        comm.all_reduce(x)
+    finally:
+        plane.set_add_kernel(0)
+    y = made[RANK].cuda()
+    comm.all_reduce(y)
+    torch.cuda.synchronize()
+    assert torch.equal(x, expected) and torch.equal(y, expected)
+
+
+def test_readme_program_on_gpus(cupy: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """The README's program for GPUs prints the sum."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+    exec(compile(program, "README.md", "exec"), {"butter_mpi": butter_mpi})
+    assert f"[{TOTAL}. {TOTAL}. {TOTAL}.]" in capfd.readouterr().out
+
+
+def test_all_reduce_async_beside_compute(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """all_reduce_async comes after what the compute stream holds; later work there waits for it; the host does not."""
+    backend = comm.backend
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.zeros(1 << 16, device="cuda")
+        torch.cuda._sleep(SLOW)
+        x += RANK + 1
+        backend.all_reduce_async(x.data_ptr(), x.numel() * 4, stream.cuda_stream, dtype=butter_mpi.DType.FLOAT32)
+        assert not stream.query(), "the host waited"
+        y = x + 1
+    stream.synchronize()
+    assert bool((y == TOTAL + 1).all())

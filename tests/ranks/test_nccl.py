@@ -1,0 +1,401 @@
+"""What only the nccl plane has: streams, waits that NCCL does not bound, capture, endings while work is under way."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import warnings
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.held import Held
+from helpers.memory import PLANE, DeviceMemory
+from helpers.standin_rank import until
+from mpi4py import MPI
+
+import butter_mpi
+from butter_mpi import Communicator, DType, nccl
+from butter_mpi.device import Device
+from butter_mpi.errors import (
+    CollectiveTimeoutError,
+    CommunicatorBrokenError,
+    CommunicatorClosedError,
+    CUDAError,
+    PeerLostError,
+)
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(PLANE != "nccl", reason="this is about the nccl plane"),
+    pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="needs 2 ranks"),
+]
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+TOTAL = SIZE * (SIZE + 1) // 2
+F32 = DType.FLOAT32
+
+
+@pytest.fixture
+def plane(comm: Communicator) -> Any:
+    """The plane, with what is not of the protocol."""
+    return comm.backend
+
+
+@pytest.fixture
+def device(plane: Any) -> Device:
+    """Its device."""
+    return plane.device
+
+
+def own(count: int = 1000) -> np.ndarray:
+    """Return what this rank adds to a sum of ``TOTAL``."""
+    return np.full(count, RANK + 1, np.float32)
+
+
+def works(plane: Any, memory: DeviceMemory) -> bool:
+    """Whether a sum over all ranks is right."""
+    pointer = memory.put(own())
+    plane.all_reduce(pointer, 4000, dtype=F32)
+    return bool((memory.get(pointer, own()) == TOTAL).all())
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_does_not_wait(plane: Any, memory: DeviceMemory, device: Device) -> None:
+    """Every operation but the backend's broadcast returns while its stream has not begun; results come in order."""
+    a, b, share = memory.put(own()), memory.put(own(SIZE)), memory.blank(4)
+    every, ring = memory.blank(4 * SIZE), memory.blank(4)
+    plane.barrier()
+    with Held(device, plane.stream):
+        plane.all_reduce(a, 4000, dtype=F32)
+        plane.reduce_scatter(b, share, 4, dtype=F32)
+        plane.all_gather(share, every, 4)
+        plane.barrier()
+        plane.group_start()
+        plane.send_to(a, 4, (RANK + 1) % SIZE, plane.stream)
+        plane.recv_from(ring, 4, (RANK - 1) % SIZE, plane.stream)
+        plane.group_end()
+        plane.group_start()
+        plane.broadcast(a + 4, 4, 0)
+        plane.group_end()
+        assert not device.ready(plane.stream)
+    assert (memory.get(a, own()) == TOTAL).all() and memory.get(ring, own(1)) == TOTAL
+    assert (memory.get(every, own(SIZE)) == TOTAL).all()
+
+
+def test_async_is_ordered_between_two_streams(plane: Any, memory: DeviceMemory, device: Device) -> None:
+    """all_reduce_async begins after what the compute stream holds; later work there waits; the host does not."""
+    compute, pointer, source, result = device.make_stream(), memory.blank(4000), own(), np.zeros(1000, np.float32)
+    with Held(device, compute):
+        device.copy(pointer, source.ctypes.data, 4000, compute)
+        plane.all_reduce_async(pointer, 4000, compute, dtype=F32)
+        device.copy(result.ctypes.data, pointer, 4000, compute)
+        assert not device.ready(compute)
+        # The plane's own ordered stream has nothing to do with it.
+        assert device.ready(plane.stream)
+    memory.stream = compute
+    memory.wait()
+    assert (result == TOTAL).all()
+
+
+def test_async_of_several_streams_in_one_group(plane: Any, memory: DeviceMemory, device: Device) -> None:
+    """In a group each compute stream is ordered before and after its own operation."""
+    streams = [device.make_stream() for _ in range(3)]
+    pointers, source = [memory.blank(4000) for _ in streams], own()
+    results = np.zeros((3, 1000), np.float32)
+    with Held(device, streams[1]):
+        for stream, pointer in zip(streams, pointers, strict=True):
+            device.copy(pointer, source.ctypes.data, 4000, stream)
+        plane.group_start()
+        for stream, pointer in zip(streams, pointers, strict=True):
+            plane.all_reduce_async(pointer, 4000, stream, dtype=F32)
+        plane.group_end()
+        for stream, pointer, result in zip(streams, pointers, results, strict=True):
+            device.copy(result.ctypes.data, pointer, 4000, stream)
+    for stream in streams:
+        memory.stream = stream
+        memory.wait()
+    assert (results == TOTAL).all()
+
+
+def test_any_thread_submits(plane: Any, memory: DeviceMemory, device: Device) -> None:
+    """A thread without a current context submits as the first one does, and waits while another one has a group."""
+    pointers = [memory.put(own()) for _ in range(3)]
+    turns: list[str] = []
+
+    def submit() -> None:
+        plane.all_reduce_async(pointers[1], 4000, plane.stream, dtype=F32)
+        plane.all_reduce(pointers[2], 4000, dtype=F32)
+        plane.broadcast(pointers[2], 4, 0)
+        turns.append("other thread")
+
+    plane.group_start()
+    thread = threading.Thread(target=submit, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    plane.all_reduce(pointers[0], 4000, dtype=F32)
+    turns.append("group")
+    plane.group_end()
+    thread.join(10)
+    assert turns == ["group", "other thread"]
+    assert all((memory.get(pointer, own()) == TOTAL).all() for pointer in pointers)
+
+
+@pytest.mark.parametrize("count", [1, 4097])
+def test_add_kernel(plane: Any, memory: DeviceMemory, device: Device, count: int) -> None:
+    """With a kernel, and two ranks, sums of bfloat16 are exchanged and added; all others stay NCCL's."""
+    try:
+        module = device.call("cuModuleLoadData", b"STANDIN\0")
+    except CUDAError:
+        pytest.skip("needs the kernels of the stand-in")
+    plane.set_add_kernel(int(device.call("cuModuleGetFunction", module, b"bf16_add_inplace")))
+    half, whole = own(count).astype(ml_dtypes.bfloat16), own(count)
+    pointers, other = [memory.put(half) for _ in range(4)], memory.put(whole)
+    plane.all_reduce(pointers[0], half.nbytes)
+    plane.all_reduce_async(pointers[1], half.nbytes, plane.stream)
+    assert plane._connected == ({(1 - RANK, "send"), (1 - RANK, "recv")} if SIZE == 2 else set())
+    plane.all_reduce(other, whole.nbytes, dtype=F32)
+    plane.group_start()
+    plane.all_reduce(pointers[2], half.nbytes)
+    plane.barrier()
+    plane.group_end()
+    plane.set_add_kernel(0)
+    plane.all_reduce(pointers[3], half.nbytes)
+    assert all((memory.get(pointer, half).astype(np.float32) == TOTAL).all() for pointer in pointers)
+    assert (memory.get(other, whole) == TOTAL).all()
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_broadcast_is_bounded(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """A broadcast that a rank does not come to ends at the deadline on all others, with the facts; a retry works."""
+    pointer, plane.deadline = memory.put(np.arange(16, dtype=np.uint8)), 1.0
+    began = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        comm.wait_for_async_error(20) if RANK == SIZE - 1 else plane.broadcast(pointer, 16, SIZE - 1)
+    assert 0.9 < time.monotonic() - began < 5
+    text, last = str(caught.value), SIZE - 1
+    for fact in (f"rank {RANK}/{SIZE}", f"broadcast #1 (uint8 x 16, root {last})", "Stop all ranks before retrying"):
+        assert fact in text
+    with pytest.raises(CollectiveTimeoutError) as again:
+        plane.barrier()
+    assert str(again.value) == text and not plane.is_healthy()
+    memory.wait()
+    plane.attempt_reconnect()
+    assert works(plane, memory)
+
+
+def test_a_command_is_never_late(plane: Any, memory: DeviceMemory) -> None:
+    """recv_command_u32 waits for longer than the deadline."""
+    command = np.array([7], np.uint32)
+    pointer = memory.put(command) if RANK == 0 else memory.blank(4)
+    plane.deadline = 0.3
+    if RANK == 0:
+        threading.Event().wait(1)
+        plane.broadcast(pointer, 4, 0)
+    else:
+        plane.recv_command_u32(pointer, 0)
+    assert memory.get(pointer, command) == 7
+
+
+def test_a_command_that_never_comes_ends_with_the_cause(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """recv_command_u32 waits without a deadline, and yet ends as soon as the root gives up."""
+    if RANK == 0:
+        threading.Event().wait(0.5)
+        comm.abort("no more commands")
+        return
+    with pytest.raises(PeerLostError, match="no more commands"):
+        plane.recv_command_u32(memory.blank(4), 0)
+
+
+def test_first_connection_is_bounded(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """The first message between two ranks connects them in NCCL, without a bound of its own: the deadline ends it."""
+    plane.deadline, pointer = 1.0, memory.blank(8)
+    began = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="send #1"):
+        comm.wait_for_async_error(20) if RANK else plane.send_to(pointer, 8, 1, plane.stream)
+    assert time.monotonic() - began < 5
+    # The call that is stuck stays with NCCL; the communicator that follows has nothing to do with it.
+    plane.deadline = 10
+    plane.attempt_reconnect()
+    assert works(plane, memory)
+
+
+def test_interrupted_while_it_waits(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """What a signal handler raises ends a wait at once; the others are told who gave up, and where."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pointer = memory.blank(4)
+    if RANK:
+        with pytest.raises(CommunicatorBrokenError, match=r"broadcast #1 .* interrupted by KeyboardInterrupt"):
+            comm.wait_for_async_error(10)
+    else:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            plane.broadcast(pointer, 4, 0)
+        signal.signal(signal.SIGALRM, before)
+    plane.attempt_reconnect()
+    assert works(plane, memory)
+
+
+# -- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_argument_in_a_group(plane: Any, memory: DeviceMemory) -> None:
+    """What is refused inside a group is not part of it, and leaves it open; NCCL begins its own at the end."""
+    pointer = memory.put(own())
+    plane.group_start()
+    plane.all_reduce(pointer, 4000, dtype=F32)
+    with pytest.raises(ValueError, match="stream must be"):
+        plane.send_to(pointer, 4, 0, 12345)
+    plane.group_end()
+    assert (memory.get(pointer, own()) == TOTAL).all()
+    assert nccl.close_leaked_groups(plane._library) == 0
+
+
+# -- streams and devices ---------------------------------------------------------------------------------------------
+
+
+def test_streams_that_are_refused(comm: Communicator, plane: Any, memory: DeviceMemory, device: Device) -> None:
+    """No handle, the per-thread stream, and a stream of another context are refused; nothing is sent or poisoned."""
+    context = device.call("cuCtxCreate", None, 0, device._device)
+    foreign = int(device.call("cuStreamCreate", 1))
+    device.make_current()
+    pointer = memory.put(own())
+    for stream, text in ((12345, "is none"), (2, "per-thread"), (foreign, "of another"), (-8, "is none")):
+        with pytest.raises(ValueError, match=text):
+            plane.all_reduce_async(pointer, 4000, stream)
+        with pytest.raises(ValueError, match=text):
+            comm.barrier(stream=stream)
+    for wrong in (None, True, "stream"):
+        with pytest.raises(TypeError, match="stream must be"):
+            plane.all_reduce_async(pointer, 4000, wrong)
+    device.call("cuCtxSetCurrent", context)
+    for call in (lambda: plane.all_reduce(pointer, 4000, dtype=F32), lambda: plane.register_buffer(pointer, 4000)):
+        with pytest.raises(ValueError, match="another package has set another device"):
+            call()
+    device.call("cuCtxDestroy", context)
+    device.make_current()
+    assert comm.sequence == 0 and works(plane, memory)
+
+
+@pytest.mark.parametrize("mode", ["global", "thread local", "relaxed"])
+def test_capture_is_refused_and_stays_valid(
+    comm: Communicator, plane: Any, memory: DeviceMemory, device: Device, mode: str
+) -> None:
+    """Operations refuse a stream in capture; the capture, and a look at health meanwhile, harm nothing."""
+    stream, pointer = device.make_stream(), memory.put(own())
+    device.call("cuStreamBeginCapture", stream, device._driver.CUstreamCaptureMode(list(_MODES).index(mode)))
+    device.fill(pointer, 0, 4, stream)
+    for call in (
+        lambda: plane.all_reduce_async(pointer, 4000, stream, dtype=F32),
+        lambda: plane.send_to(pointer, 4, 0, stream),
+        lambda: comm.barrier(stream=stream),
+    ):
+        with pytest.raises(ValueError, match="captured into a CUDA graph"):
+            call()
+    comm.check_async_error()
+    assert plane.is_healthy()
+    device.fill(pointer, 0, 4, stream)
+    graph = device.call("cuStreamEndCapture", stream)
+    assert int(graph)
+    device.call("cuGraphDestroy", graph)
+    assert comm.sequence == 0 and works(plane, memory)
+
+
+_MODES = ("global", "thread local", "relaxed")
+
+
+def test_second_device_is_refused(device: Device) -> None:
+    """A process has one device."""
+    with pytest.raises(CUDAError, match=f"uses cuda:{device.ordinal} already"):
+        Device.of(device.ordinal + 1)
+
+
+# -- endings ---------------------------------------------------------------------------------------------------------
+
+
+def test_abort_is_bounded_while_an_operation_is_stuck(
+    comm: Communicator, plane: Any, memory: DeviceMemory, device: Device
+) -> None:
+    """An abort ends a collective on the device that another rank has not come to with its data; the others are told."""
+    pointer, stream = memory.put(own()), device.make_stream()
+    with Held(device, stream) as held:
+        if RANK == 0:
+            held.go()
+        plane.all_reduce_async(pointer, 4000, stream, dtype=F32)
+        began = time.monotonic()
+        if RANK == 0:
+            memory.stream = stream
+            assert not until(lambda: device.ready(stream), 0.3)
+            comm.abort("stuck")
+            memory.wait()
+        else:
+            with pytest.raises(PeerLostError, match="stuck"):
+                comm.wait_for_async_error(10)
+        assert time.monotonic() - began < 4
+
+
+def test_close_with_work_under_way(comm: Communicator, plane: Any, memory: DeviceMemory, device: Device) -> None:
+    """Closing is bounded, and takes nothing from work that is under way."""
+    pointer, stream = memory.put(own()), device.make_stream()
+    began = time.monotonic()
+    with Held(device, stream):
+        plane.all_reduce_async(pointer, 4000, stream, dtype=F32)
+        comm.close()
+        assert not device.ready(stream) and time.monotonic() - began < 4
+    memory.stream = stream
+    assert (memory.get(pointer, own()) == TOTAL).all()
+    comm.close()
+    comm.abort()
+
+
+def test_closed_whatever_is_asked(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """A closed communicator says so, also where it is handed its own stream, which is gone."""
+    comm.close()
+    pointer = memory.blank(4)
+    for call in (
+        lambda: plane.all_reduce_async(pointer, 4, plane.stream),
+        lambda: plane.send_to(pointer, 4, 0, plane.stream),
+        lambda: comm.barrier(stream=plane.stream),
+    ):
+        with pytest.raises(CommunicatorClosedError):
+            call()
+
+
+def test_abort_from_another_thread_ends_a_wait(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """A broadcast that waits for ever ends when another thread gives the communicator up."""
+    if RANK == 0:
+        threading.Timer(0.5, comm.abort, ["enough"]).start()
+        with pytest.raises((CommunicatorClosedError, CommunicatorBrokenError)):
+            plane.broadcast(memory.blank(4), 4, 0)
+    else:
+        with pytest.raises(PeerLostError, match="enough"):
+            comm.wait_for_async_error(10)
+
+
+def test_dropped_without_close(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """The next start gives back what a dropped communicator had; a finalizer waits for nobody."""
+    dropped = butter_mpi.init(plane="nccl", share_gpu=comm.settings.share_gpu)
+    its_plane: Any = dropped.backend
+    its_plane.barrier()
+    its_plane.owner = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del dropped
+        gc.collect()
+    assert [w for w in caught if w.category is ResourceWarning] and its_plane.is_healthy()
+    with butter_mpi.init(plane="nccl", share_gpu=comm.settings.share_gpu):
+        assert its_plane.state() == "dropped" and its_plane._comm is None
+    assert works(plane, memory)

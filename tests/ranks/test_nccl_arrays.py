@@ -1,0 +1,217 @@
+"""Operations on arrays in device memory: whose arrays, on which stream, and what is refused by name."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda.core import Device as CoreDevice
+from helpers.held import Held
+from helpers.memory import PLANE, DeviceMemory
+from mpi4py import MPI
+
+from butter_mpi import Communicator
+from butter_mpi.device import Device
+from butter_mpi.errors import NotSupportedError
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(PLANE != "nccl", reason="this is about the nccl plane"),
+    pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="needs 2 ranks"),
+]
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+TOTAL = SIZE * (SIZE + 1) // 2
+
+
+class DeviceArray:
+    """What any library's array shows of itself: the array interface."""
+
+    def __init__(self, memory: DeviceMemory, content: np.ndarray, **more: Any) -> None:
+        self._memory, self._content, self.dtype = memory, content, content.dtype
+        self.pointer = memory.put(content)
+        self.__cuda_array_interface__ = {
+            "shape": content.shape,
+            "typestr": content.dtype.str,
+            "data": (self.pointer, False),
+            "version": 3,
+            **more,
+        }
+
+    def get(self) -> np.ndarray:
+        """Copy it out in the order of the memory's stream."""
+        return self._memory.get(self.pointer, self._content)
+
+
+@pytest.fixture
+def device(comm: Communicator) -> Device:
+    """The device."""
+    plane: Any = comm.backend
+    return plane.device
+
+
+@pytest.fixture
+def array(memory: DeviceMemory, device: Device) -> Callable[..., DeviceArray]:
+    """What makes arrays of a library whose current stream is the one that ``memory`` reads in the order of."""
+    memory.stream = device.make_stream()
+
+    def make(content: Any, dtype: Any = np.float32, **more: Any) -> DeviceArray:
+        return DeviceArray(memory, np.asarray(content, dtype), **{"stream": memory.stream, **more})
+
+    return make
+
+
+def test_every_operation_on_arrays(comm: Communicator, array: Callable[..., DeviceArray]) -> None:
+    """Results, out of place and in place, by the dtype of the array and on the stream that the array tells of."""
+    own, out = array(np.full((2, 3), RANK + 1)), array(np.zeros((2, 3)))
+    comm.all_reduce(own, out)
+    assert (out.get() == TOTAL).all() and (own.get() == RANK + 1).all()
+    comm.all_reduce(out, op="max")
+    assert (out.get() == TOTAL).all()
+    every, share = array(np.zeros((SIZE, 6))), array(np.zeros(6))
+    comm.all_gather(own, every)
+    assert (every.get() == np.arange(1, SIZE + 1)[:, None]).all()
+    comm.reduce_scatter(every, share)
+    assert (share.get() == SIZE * (RANK + 1)).all()
+    whole = array([RANK] * 5, np.int64)
+    comm.broadcast(whole, SIZE - 1)
+    assert (whole.get() == SIZE - 1).all()
+    got = array([-1.0])
+    with comm.group():
+        comm.send(array([RANK]), (RANK + 1) % SIZE)
+        comm.recv(got, (RANK - 1) % SIZE)
+    assert got.get() == (RANK - 1) % SIZE
+    half = array([RANK + 1] * 7, ml_dtypes.bfloat16)
+    comm.all_reduce(half)
+    comm.barrier()
+    assert (half.get().astype(float) == TOTAL).all() and comm.sequence == 7
+
+
+class _Tensor:
+    """As much of a PyTorch tensor as an operation looks at."""
+
+    is_cuda, device = True, "cuda:0"
+
+    def __init__(self, under: DeviceArray) -> None:
+        self._under, self.dtype = under, "torch.bfloat16"
+
+    def numel(self) -> int:
+        return self._under._content.size
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return self._under.pointer
+
+
+class _CupyArray(DeviceArray):
+    """An array of CuPy, whose interface tells of no stream unless it is told to."""
+
+
+_Tensor.__module__, _CupyArray.__module__ = "torch", "cupy"
+
+
+def test_current_streams_of_cupy_and_torch(
+    comm: Communicator, memory: DeviceMemory, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a stream the operation is on the current one of the library that the array is of."""
+    stream = memory.stream = device.make_stream()
+    current = types.SimpleNamespace(ptr=stream, cuda_stream=stream)
+    for name, function in (("cupy", "get_current_stream"), ("torch", "current_stream")):
+        cuda = types.SimpleNamespace(**{function: lambda *_: current})
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(cuda=cuda))
+    half = np.full(9, RANK + 1, ml_dtypes.bfloat16)
+    for made in (_CupyArray(memory, half), _Tensor(DeviceArray(memory, half))):
+        with Held(device, stream):
+            comm.all_reduce(made)
+            assert not device.ready(stream)
+        under = made if isinstance(made, DeviceArray) else made._under
+        assert (under.get().astype(float) == TOTAL).all()
+
+
+def test_stream_objects(comm: Communicator, memory: DeviceMemory, device: Device) -> None:
+    """A stream of cuda.core, one with ``ptr`` or ``cuda_stream``, and a handle are all streams."""
+    core = CoreDevice(device.ordinal)
+    core.set_current()
+    real = core.create_stream()
+    handle = int(real.handle)
+    memory.stream = handle
+    for stream in (real, types.SimpleNamespace(ptr=handle), types.SimpleNamespace(cuda_stream=handle), handle):
+        made = DeviceArray(memory, np.full(4, RANK + 1, np.int32))
+        with Held(device, handle):
+            comm.all_reduce(made, stream=stream)
+            assert not device.ready(handle)
+        assert (made.get() == TOTAL).all()
+
+
+def test_a_stream_must_be_given_where_none_is_known(comm: Communicator, memory: DeviceMemory) -> None:
+    """An array that tells of no stream needs one: none is guessed."""
+    made = DeviceArray(memory, np.full(4, RANK + 1, np.int32))
+    with pytest.raises(ValueError, match="stream must be given"):
+        comm.all_reduce(made)
+    comm.all_reduce(made, stream=memory.stream)
+    assert (made.get() == TOTAL).all()
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "NumPy": (lambda make: np.zeros(4, np.float32), TypeError, r"sendbuf must be an array in device memory .*ndarray"),
+    "list": (lambda make: [1.0], TypeError, "sendbuf must be an array in device memory"),
+    "host memory": (lambda make: make([1.0], data=(np.zeros(1).ctypes.data, False)), ValueError, "sendbuf is host mem"),
+    "a column": (lambda make: make(np.zeros((4, 4)), shape=(4,), strides=(16,)), ValueError, r"strides \(16,\)"),
+    "reversed": (lambda make: make(np.zeros(4), strides=(-4,)), ValueError, r"strides \(-4,\)"),
+    "read-only": (lambda make: make([1.0], data=(make([1.0]).pointer, True)), ValueError, "sendbuf is read-only"),
+    "bool": (lambda make: make([True], bool), ValueError, "got 'bool'"),
+    "int16": (lambda make: make([1], np.int16), ValueError, "got 'int16'"),
+    "complex": (lambda make: make([1], np.complex64), ValueError, "got 'complex64'"),
+    "foreign endian": (lambda make: make([1], ">f4" if sys.byteorder == "little" else "<f4"), ValueError, "foreign"),
+    "masked": (lambda make: make([1.0], mask=make([1.0])), TypeError, "masked"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_buffers(comm: Communicator, array: Callable[..., DeviceArray], what: str) -> None:
+    """What is no plain array of this device is refused by name before anything is sent; the next operation is right."""
+    make, error, text = REFUSED[what]
+    with pytest.raises(error, match=text) as caught:
+        comm.all_reduce(make(array))
+    assert str(caught.value).startswith(f"rank {RANK}/{SIZE}") and comm.sequence == 0
+    good = array([RANK + 1])
+    comm.all_reduce(good)
+    assert good.get() == TOTAL
+
+
+def test_memory_of_another_device(comm: Communicator, array: Callable[..., DeviceArray], device: Device) -> None:
+    """Memory of another device of this process is refused; the communicator is not harmed."""
+    if int(device.call("cuDeviceGetCount")) < 2:
+        pytest.skip("needs 2 devices")
+    other = (device.ordinal + 1) % int(device.call("cuDeviceGetCount"))
+    handle = device.call("cuDeviceGet", other)
+    device.call("cuCtxSetCurrent", device.call("cuDevicePrimaryCtxRetain", handle))
+    pointer = int(device.call("cuMemAlloc", 64))
+    device.make_current()
+    with pytest.raises(ValueError, match=f"sendbuf is memory of cuda:{other}; .* cuda:{device.ordinal}"):
+        comm.all_reduce(array(np.zeros(4), data=(pointer, False)))
+    device.call("cuMemFree", pointer)
+    device.call("cuDevicePrimaryCtxRelease", handle)
+    good = array([RANK + 1])
+    comm.all_reduce(good)
+    assert good.get() == TOTAL and comm.sequence == 1
+
+
+def test_sums_of_8_bit_floats_need_the_hardware(
+    comm: Communicator, array: Callable[..., DeviceArray], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below compute capability 9.0 NCCL's sums of 8-bit floats would fail; moving them is no problem."""
+    monkeypatch.setitem(vars(device), "capability", (8, 9))
+    tiny = array([RANK + 1], ml_dtypes.float8_e4m3fn)
+    with pytest.raises(NotSupportedError, match=r"capability 8\.9"):
+        comm.all_reduce(tiny)
+    comm.broadcast(tiny, 0)
+    assert tiny.get().astype(float) == 1 and comm.sequence == 1

@@ -1,0 +1,37 @@
+"""How a NCCL communicator is given up while another thread is inside a call on it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from butter_mpi import nccl
+from butter_mpi.control import Watch
+from butter_mpi.detached import Detached
+from butter_mpi.planes.joining import abort
+
+
+def test_an_abort_waits_for_the_call_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort frees what a call on the communicator uses: it comes after that call, however that ends."""
+    order: list[Any] = []
+    monkeypatch.setattr(nccl, "abort", lambda _library, handle: order.append(handle))
+    device: Any = SimpleNamespace(make_current=lambda: order.append("context"))
+    library: Any = None
+    stuck = threading.Event()
+
+    def call() -> None:
+        stuck.wait()
+        order.append("call")
+        raise OSError
+
+    calling = Detached(call)
+    aborting = abort(library, device, 64, calling)
+    assert not aborting.done
+    stuck.set()
+    aborting.result(Watch(10), "aborting")
+    assert order == ["call", "context", 64]
+    abort(library, device, 72, None).result(Watch(10), "aborting")
+    assert order[-1] == 72
