@@ -8,7 +8,6 @@ looks at the communicator's health before it reports success.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from butter_mpi.errors import (
 from butter_mpi.lane import LANE
 from butter_mpi.nccl_log import Capture
 from butter_mpi.planes.base import Numbered
+from butter_mpi.planes.issuing import Issuer, Kept
 from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.peers import PeerPlane, Task
@@ -47,18 +47,8 @@ __all__ = ["NcclPlane"]
 _LOG = logging.getLogger("butter_mpi")
 _FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 _FLOAT8_CAPABILITY = (9, 0)
-_FUNCTIONS = {
-    "all_reduce": "ncclAllReduce",
-    "all_gather": "ncclAllGather",
-    "reduce_scatter": "ncclReduceScatter",
-    "broadcast": "ncclBroadcast",
-    "send": "ncclSend",
-    "recv": "ncclRecv",
-}
 _ALIGNMENT = 4096
 _BARRIER_BYTES = 4
-_THREADS = 256
-_MOST_BLOCKS = 1024
 _CLOSE_SECONDS = 2.0
 # What was on its way when a peer broke is there by then; a peer that exits lets the others speak for a little longer.
 _GRACE = 0.1
@@ -124,9 +114,6 @@ class NcclPlane(PeerPlane):
         self._stopping: list[Detached] = []
         self._connected: set[tuple[int, str]] = set()
         self._symmetric: dict[int, int] = {}
-        self._types: dict[DType, int] = {}
-        self._made = contextlib.ExitStack()
-        self._received = (0, 0)
 
     @property
     def device(self) -> Device:
@@ -139,26 +126,13 @@ class NcclPlane(PeerPlane):
         if self._device is not None:
             return
         self._device = device = Device.of(self._ordinal)
-        own, self._aside = self._stream(), self._stream()
+        self._kept = kept = Kept(device)
+        own, self._aside = kept.stream(), kept.stream()
         self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
-        self._events, self._added = (self._event(), self._event()), self._event()
-        self._barrier_buffer = self._buffer(_BARRIER_BYTES)
+        self._events = (kept.event(), kept.event())
+        self._issuer = Issuer(self._library, device, kept, self._rank, self._world_size)
+        self._barrier_buffer = kept.buffer(_BARRIER_BYTES)
         device.fill(self._barrier_buffer, 0, _BARRIER_BYTES, self.stream)
-
-    def _stream(self) -> int:
-        stream = self.device.make_stream()
-        self._made.callback(self.device.destroy_stream, stream)
-        return stream
-
-    def _event(self) -> int:
-        event = self.device.make_event()
-        self._made.callback(self.device.destroy_event, event)
-        return event
-
-    def _buffer(self, nbytes: int) -> int:
-        pointer = self.device.alloc(nbytes)
-        self._made.callback(self.device.free, pointer)
-        return pointer
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -225,7 +199,7 @@ class NcclPlane(PeerPlane):
 
     def _connect(self, bound: Bound) -> None:
         """Connect by one small operation: the host call makes connections, and would wait without a bound."""
-        self._aside_until_done(lambda: self._issue(self._barrier_operation()), bound, "connecting")
+        self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, "connecting")
         while not self.device.ready(self.stream):
             if bound.watch.tick():
                 raise Overdue("the first operation", bound.watch.elapsed)
@@ -282,13 +256,7 @@ class NcclPlane(PeerPlane):
                 f"{'.'.join(map(str, self.device.capability))}; NCCL reduces 8-bit floats from 9.0 on",
                 needs="compute capability 9.0",
             )
-        self._type(operation.dtype)
-
-    def _type(self, dtype: DType) -> int:
-        """Return the number of an element type, where this library has it."""
-        if dtype not in self._types:
-            self._types[dtype] = nccl.data_type(self._library, dtype)
-        return self._types[dtype]
+        self._issuer.data_type(operation.dtype)
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         if self._strict:
@@ -332,84 +300,24 @@ class NcclPlane(PeerPlane):
             self.device.wait(stream, after)
 
     def _submit_together(self, operations: Sequence[Operation], record: dict[str, Any]) -> None:
-        new = self._pairs_of(operations) - self._connected
+        new = self._issuer.pairs(operations) - self._connected
         if not new:
-            self._issue_all(operations)
+            self._issue(operations)
             return
         waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
         # The first call between two ranks connects them inside NCCL, which waits for the other one without a bound.
         bound = Bound(Watch(None), lambda: waiting.look(record, {}, waiting.take()))
-        self._aside_until_done(lambda: self._issue_all(operations), bound, "connecting")
+        self._aside_until_done(lambda: self._issue(operations), bound, "connecting")
         self._connected |= new
 
-    def _pairs_of(self, operations: Sequence[Operation]) -> set[tuple[int, str]]:
-        """Return the peers that data goes to and comes from directly."""
-        if self._adds(operations):
-            return {(1 - self._rank, "send"), (1 - self._rank, "recv")}
-        return {(operation.peer, operation.kind) for operation in operations if operation.peer is not None}
+    def _issue(self, operations: Sequence[Operation]) -> None:
+        assert self._comm is not None
+        self._issuer.issue(self._comm, operations)
 
-    def _issue_all(self, operations: Sequence[Operation]) -> None:
-        if self._adds(operations):
-            self._add_path(operations[0])
-        elif len(operations) == 1:
-            self._issue(operations[0])
-        else:
-            self._issue_group(operations)
-
-    def _issue_group(self, operations: Sequence[Operation]) -> None:
-        # An error inside a group is remembered and given again at its end, which comes exactly once.
-        nccl.group_start(self._library)
-        try:
-            for operation in operations:
-                self._issue(operation)
-        except BaseException:
-            with contextlib.suppress(NCCLError):
-                nccl.group_end(self._library)
-            raise
-        nccl.group_end(self._library)
-
-    def _issue(self, operation: Operation) -> None:
-        """Put one operation on its stream."""
-        rule = operation.rule
-        arguments: list[int | None] = [operation.send] if rule.send_blocks else []
-        arguments += [operation.recv] if rule.recv_blocks else []
-        arguments += [operation.count, self._type(operation.dtype)]
-        arguments += [operation.op.nccl] if rule.reduces and operation.op is not None else []
-        arguments += [operation.root] if rule.rooted else []
-        arguments += [operation.peer] if rule.paired else []
-        # Every number was checked when the operation was made, so the typed function alone is enough.
-        name = _FUNCTIONS[operation.kind]
-        result = self._library.function(name)(*arguments, self._comm, operation.stream)
-        nccl.check(self._library, name, result)
-
-    # -- two ranks: send, receive and add ----------------------------------------------------------------------------
-
-    def _adds(self, operations: Sequence[Operation]) -> bool:
-        first, wanted = operations[0], ("all_reduce", DType.BFLOAT16, ReduceOp.SUM)
-        fits = len(operations) == 1 and (first.kind, first.dtype, first.op) == wanted and first.count
-        return bool(self._add_kernel and self._world_size == 2 and fits)
-
-    def _add_path(self, operation: Operation) -> None:
-        """Exchange the buffers with the other rank, then add what came to one's own."""
-        peer, nbytes, stream = 1 - self._rank, operation.nbytes, operation.stream
-        received = self._receive_buffer(nbytes)
-        there = replace(operation, kind="send", peer=peer, op=None)
-        back = replace(operation, kind="recv", recv=received, peer=peer, op=None)
-        # The last kernel, perhaps on another stream, reads this buffer, and NCCL orders only what is its own.
-        self.device.wait(stream, self._added)
-        self._issue_group([there, back])
-        self.device.copy(operation.recv, operation.send, nbytes, stream)
-        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        blocks = min(-(-operation.count // _THREADS), _MOST_BLOCKS)
-        arguments = ((operation.recv, received, operation.count), types)
-        self.device.launch(self._add_kernel, blocks, _THREADS, stream, arguments)
-        self.device.record(self._added, stream)
-
-    def _receive_buffer(self, nbytes: int) -> int:
-        """Return this communicator's own buffer; a smaller one goes with the communicator, as work may still use it."""
-        if self._received[1] < nbytes:
-            self._received = (self._buffer(nbytes), nbytes)
-        return self._received[0]
+    def set_add_kernel(self, handle: int) -> None:
+        """Keep the kernel; the sums of bfloat16 of two ranks use it from now on."""
+        super().set_add_kernel(handle)
+        self._issuer.add_kernel = handle
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -454,9 +362,9 @@ class NcclPlane(PeerPlane):
         super()._release()
         comm, self._comm = self._comm, None
         if comm is not None:
-            self._made.callback(nccl.destroy, self._library, comm)
+            self._kept.callback(nccl.destroy, self._library, comm)
             for registered in self._handles.values():
-                self._made.callback(nccl.deregister, self._library, comm, registered)
+                self._kept.callback(nccl.deregister, self._library, comm, registered)
         ending = Detached(self._clean_up)
         try:
             ending.result(Watch(self._close_seconds), "closing")
@@ -468,12 +376,11 @@ class NcclPlane(PeerPlane):
 
     def _clean_up(self) -> None:
         """Give back what this communicator has, last made first, once its work is done."""
-        if self._device is not None:
-            self._device.make_current()
         for stopping in self._stopping:
             stopping.wait()
-        # What fails is no reason to keep the rest.
-        self._made.close()
+        if self._device is not None:
+            self._device.make_current()
+            self._kept.close()
 
     def _reconnect(self) -> None:
         self._stop()

@@ -100,16 +100,17 @@ def test_ordered(what: str, n: int) -> None:
 
 
 WAITS = {
-    "before": ("plane.device.wait = lambda stream, event: stream != plane._aside and wait(stream, event)", "first()"),
-    "after": ("plane.device.wait = lambda stream, event: stream == plane._aside and wait(stream, event)", "first()"),
-    "added": ("plane.device.wait = lambda stream, event: event != plane._added and wait(stream, event)", "added()"),
+    "before": ("stream != plane._aside", "first()"),
+    "after": ("stream == plane._aside", "first()"),
+    "added": ("event != plane._issuer.added", "added()"),
 }
 
 
 @pytest.mark.parametrize("which", WAITS)
 def test_a_missing_wait_is_reported(which: str) -> None:
     """Without one of the plane's waits there is a report on the rank that lacks it, although the result is right."""
-    planted, what = WAITS[which]
+    kept, what = WAITS[which]
+    planted = f"plane.device.wait = lambda stream, event: {kept} and wait(stream, event)"
     program = f"wait = plane.device.wait\nif RANK == 1: {planted}\n{what}\nplane.device.wait = wait\n"
     result = run(f"{program}\ncomm.barrier(); comm.close()", missing=True)
     assert REPORT.search(result.rank_err[1]) and not REPORT.search(result.rank_err[0]), result.text

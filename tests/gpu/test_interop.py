@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,14 +147,6 @@ def test_add_path_gives_what_nccl_gives(comm: butter_mpi.Communicator, torch: An
     comm.all_reduce(y)
     torch.cuda.synchronize()
     assert torch.equal(x, expected) and torch.equal(y, expected)
-
-
-def test_readme_program_on_gpus(cupy: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """The README's program for GPUs prints the sum."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    program = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[1]
-    exec(compile(program, "README.md", "exec"), {"butter_mpi": butter_mpi})
-    assert f"[{TOTAL}. {TOTAL}. {TOTAL}.]" in capfd.readouterr().out
 
 
 def test_all_reduce_async_beside_compute(comm: butter_mpi.Communicator, torch: Any) -> None:

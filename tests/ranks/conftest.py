@@ -11,6 +11,7 @@ from helpers.memory import PLANE, DeviceMemory, HostMemory, Memory
 from mpi4py import MPI
 
 import butter_mpi
+from butter_mpi.device import Device
 from butter_mpi.planes import CommBackend
 
 CHECK = os.environ.get("BUTTER_MPI_TEST_CHECK", "strict")
@@ -54,3 +55,15 @@ def memory(comm: butter_mpi.Communicator) -> Memory:
     """Memory that the plane works on."""
     plane: Any = comm.backend
     return DeviceMemory(plane.device, plane.stream) if plane.on_device else HostMemory()
+
+
+@pytest.fixture
+def plane(comm: butter_mpi.Communicator) -> Any:
+    """The plane, with what is not of the protocol."""
+    return comm.backend
+
+
+@pytest.fixture
+def device(plane: Any) -> Device:
+    """Its device."""
+    return plane.device

@@ -50,13 +50,6 @@ class DeviceArray:
 
 
 @pytest.fixture
-def device(comm: Communicator) -> Device:
-    """The device."""
-    plane: Any = comm.backend
-    return plane.device
-
-
-@pytest.fixture
 def array(memory: DeviceMemory, device: Device) -> Callable[..., DeviceArray]:
     """What makes arrays of a library whose current stream is the one that ``memory`` reads in the order of."""
     memory.stream = device.make_stream()
