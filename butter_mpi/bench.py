@@ -1,6 +1,7 @@
 """Host time of one all_reduce: what each layer adds to the C call, as ratios of one run.
 
-``mpirun -np 2 python -m butter_mpi.bench`` on GPUs (or ``--share-gpu`` on one). Every rank makes the same calls in the
+``mpirun -np 2 python -m butter_mpi.bench`` on GPUs (or ``--share-gpu`` on one); like the selftest it sets the policy
+variables where they are unset. Every rank makes the same calls in the
 same order; the variants take turns, so that a machine that gets slower meets all of them. The data is checked first.
 """
 
@@ -18,7 +19,10 @@ from butter_mpi import bootstrap, nccl
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
+from butter_mpi.launch import read_launch
+from butter_mpi.policy import set_unset_policy
 
 __all__ = ["main"]
 
@@ -114,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m butter_mpi.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--share-gpu", action="store_true", help="allow two ranks on one GPU")
     options = parser.parse_args(arguments)
+    set_unset_policy()
     try:
         with bootstrap.init(plane="nccl", share_gpu=options.share_gpu or None) as comm:
             plane: Any = comm.backend
@@ -121,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if comm.rank == 0:
                 print(_table(medians, comm))
     except ButterError as error:
-        sys.stderr.write(f"butter_mpi.bench: {error}\n")
+        # A refusal is the same on every rank, and once is enough.
+        if not read_launch(c_environment()).claimed_rank:
+            sys.stderr.write(f"butter_mpi.bench: {error}\n")
         return 3
     return 0
 

@@ -188,6 +188,8 @@ def _asked(
     settings = attempt(lambda: Settings.resolve(c_environment(), fault, **arguments), Settings())
     checked = attempt(lambda: check_plan(plan, size), None)
     handle = attempt(lambda: None if stream is None else stream_handle(stream), None)
+    if handle is not None and settings.plane == "host":
+        failures.append("init: the host plane has no streams; stream must be None")
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
         names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED"}
@@ -267,7 +269,7 @@ class _Start:
         except CUDAError as error:
             if self._settings.plane == "auto" and cuda.device_absent(error):
                 return None
-            raise StartError(f"{self._who}: start: {error.message}", phase="device") from error
+            raise StartError(f"{self._who}: start: {error.message}", phase="device") from None
 
     def _connect(self, record: dict[str, Any]) -> Communicator:
         control = Control(duplicate(self._comm, self._mpi, self._watch), self._mpi)

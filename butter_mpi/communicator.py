@@ -395,7 +395,7 @@ class Communicator:
         """
         try:
             payload = json.dumps(value).encode()
-        except (RecursionError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             raise TypeError(f"{self._plane.who}: all_gather_json: not a JSON value: {error}") from None
         return [json.loads(x) for x in self._plane.all_gather_json(payload)]
 
@@ -560,7 +560,8 @@ class Communicator:
             if stream is None:
                 source = type(buffers[0].owner).__module__
                 raise ValueError(
-                    f"{self._what(kind)}: stream must be given: {source} does not tell which stream is current"
+                    f"{self._what(kind)}: stream must be given (a handle, or a stream of CuPy, PyTorch or cuda.core): "
+                    f"{source} does not tell which one is current"
                 )
         try:
             return self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))

@@ -223,8 +223,9 @@ class Control:
     """The control plane of one communicator: a mailbox of short messages from each peer, in order.
 
     A message is a kind and a JSON object. Kinds: ``op`` (a submission's signature), ``left`` (closed, all is well),
-    ``moved on`` (reconnected elsewhere), ``broken`` (poisoned, with the facts), ``ping`` and ``pong``. Messages of one
-    peer arrive in the order in which they were sent; after ``left`` or ``moved on`` none follows.
+    ``moved on`` (reconnected elsewhere), ``tell`` (a value of a step of the start), ``broken`` (poisoned, with the
+    facts), ``ping`` and ``pong``. Messages of one peer arrive in the order in which they were sent; after ``left`` or
+    ``moved on`` no ``op`` follows.
 
     Parameters
     ----------
@@ -243,7 +244,9 @@ class Control:
         self.seen: dict[int, dict[str, Any]] = {}
         self.left: dict[int, dict[str, Any]] = {}
         self.gone: dict[int, dict[str, Any]] = {}
+        self.told: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
         self._moved_on: set[int] = set()
+        self._half_done = False
         self.broken: tuple[int, dict[str, Any]] | None = None
         self._receives: dict[int, Ticket] = {}
         self._sends: list[Ticket] = []
@@ -307,6 +310,8 @@ class Control:
             self.left[peer] = body
         elif kind == "moved on":
             self._moved_on.add(peer)
+        elif kind == "tell":
+            self.told[peer].append(body)
         elif kind == "ping":
             self.send([peer], "pong", {})
         elif kind == "pong":
@@ -342,7 +347,9 @@ class Control:
         received = bytearray(len(payload) * self.size)
         ticket = Ticket(payload, received)
         ticket.start(self._comm.Iallgather, [payload, self._mpi.BYTE], [received, self._mpi.BYTE])
+        self._half_done = True
         wait(ticket, watch, phase, look)
+        self._half_done = False
         step = len(payload)
         return [bytes(received[i * step : (i + 1) * step]) for i in range(self.size)]
 
@@ -354,20 +361,6 @@ class Control:
         lengths = [int.from_bytes(x, "little") for x in self.all_gather(own, watch, phase, look)]
         padded = self.all_gather(payload.ljust(max(lengths), b"\0"), watch, phase, look)
         return [x[:n] for x, n in zip(padded, lengths, strict=True)]
-
-    def broadcast(
-        self, payload: bytes, root: int, watch: Watch, phase: str, look: Callable[[], None] = lambda: None
-    ) -> bytes:
-        """Return root's `payload`; on the others it gives the length (``MPI_Ibcast``, polled).
-
-        Raises
-        ------
-        Overdue
-            It did not come before `watch` ran out.
-        """
-        buffer = bytearray(payload)
-        wait(Ticket(buffer).start(self._comm.Ibcast, [buffer, self._mpi.BYTE], root=root), watch, phase, look)
-        return bytes(buffer)
 
     def settled(self) -> bool:
         """Whether every peer has said its last word, so that no message can still be under way."""
@@ -383,6 +376,10 @@ class Control:
         self._sends = [ticket for ticket in self._sends if not ticket.over()]
 
     def free(self) -> None:
-        """Free the communicator; only after :meth:`settled`, or a stale message could meet its successor."""
+        """Free the communicator; only after :meth:`settled`, or a stale message could meet its successor.
+
+        One with a collective that this rank gave up is not freed: the others may still be in it.
+        """
         self.retire()
-        self._comm.Free()
+        if not self._half_done:
+            self._comm.Free()

@@ -16,7 +16,7 @@ NO_DRIVER = -2
 """The code of an error that no driver gave, because there is none."""
 
 _STUB_LIBRARY, _NO_DEVICE, _INVALID_DEVICE = 34, 100, 101
-_INSTALL = 'install the NVIDIA driver, or run without a GPU: plane="host" or BUTTER_MPI_PLANE=host'
+_INSTALL = 'install the NVIDIA driver, or run without a GPU: plane="host", BUTTER_MPI_PLANE=host or --plane host'
 
 
 def device_absent(error: CUDAError) -> bool:

@@ -20,10 +20,14 @@ class Detached:
     ----------
     call : callable
         Takes nothing; must not need this thread.
+    unfinished : str
+        What it means that it never returned, where that is a failure of the job; empty: it is none.
+    patience : float
+        Seconds after which such a call is taken never to return.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], Any], unfinished: str = "", patience: float = 0.0) -> None:
+        self._call, self.unfinished, self._patience = call, unfinished, Watch(patience)
         self._done = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
@@ -43,6 +47,10 @@ class Detached:
     def done(self) -> bool:
         """Whether the call has returned."""
         return self._done.is_set()
+
+    def hoped_for(self) -> bool:
+        """Whether the job has to wait for it still."""
+        return bool(self.unfinished) and not self._patience.tick()
 
     def wait(self) -> None:
         """Wait without a bound until the call has returned or raised."""
@@ -76,9 +84,9 @@ class Detached:
         return self._value
 
 
-def wait_for_all(seconds: float) -> bool:
-    """Wait up to `seconds` for every detached call; returns whether all have returned."""
+def wait_for_all(seconds: float) -> list[str]:
+    """Wait up to `seconds` for every detached call, longer for those that must return; say what it means if not."""
     watch, pause = Watch(seconds), Pause()
-    while _RUNNING and not watch.tick():
+    while _RUNNING and (not watch.tick() or any(call.hoped_for() for call in list(_RUNNING))):
         pause()
-    return not _RUNNING
+    return [call.unfinished for call in list(_RUNNING) if call.unfinished]

@@ -184,7 +184,7 @@ class Device:
                 "stream must be one that all threads share; the per-thread default stream is another one in each "
                 "thread: make a stream of your own"
             )
-        if number not in LEGACY_STREAMS and (number < 0 or number % _HANDLE_ALIGNMENT):
+        if number not in LEGACY_STREAMS and (not 0 < number < 2**64 or number % _HANDLE_ALIGNMENT):
             raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
         if number not in LEGACY_STREAMS and self._context_of(number) != int(self._context):
             raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {number:#x} is of another")
@@ -193,6 +193,7 @@ class Device:
 
     def refuse_capture(self, stream: int) -> None:
         """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is."""
+        self.enter()
         if self._captured(stream):
             raise ValueError(
                 f"stream must not be captured into a CUDA graph: {stream:#x} is. A graph that replays an operation "

@@ -91,8 +91,12 @@ class Ending:
         self._met, self._status = True, status
 
     def everybody_started(self) -> None:
-        """Remove the name of MPICH's first shared segment: every rank has it open, and no ending can leave it then."""
-        _unlink_mapped(_OPEN_EVERYWHERE)
+        """Remove the names of shared segments that nobody will open any more: no ending can leave them then.
+
+        MPICH's first one is open on every rank; a process without peers has its segments for itself, and Open MPI
+        leaves them also where all goes well.
+        """
+        _unlink_mapped(_SEGMENTS if self._mpi.COMM_WORLD.size == 1 else _OPEN_EVERYWHERE)
 
     def alone(self) -> None:
         """Remember that this rank failed in a way that the others cannot know of."""
@@ -107,18 +111,23 @@ class Ending:
         unsafe = True
         try:
             unsafe = self._goodbye(how)
-            if not unsafe and unfinished():
+            for what in [] if unsafe else self._under_way():
                 unsafe = True
-                say("leaving: MPI would wait for data of an operation that broke; the job is ended")
+                say(f"{what}; the job is ended")
         except Exception as error:
             say(f"leaving: {text_of(error)}; the job is ended")
         if unsafe:
             # MPI_Abort kills the others at once; those that have just been told shall have the time to say so.
             time.sleep(_LAST_WORDS_SECONDS)
             self.abort_job(self._status or _STATUS)
-        # Communicators that are being closed, and use the device.
-        wait_for_all(_DETACHED_SECONDS)
         retire_all()
+
+    def _under_way(self) -> Iterator[str]:
+        """Yield what has not come to its end, and never will."""
+        if unfinished():
+            yield "leaving: MPI would wait for data of an operation that broke"
+        # Communicators that are being closed, and use the device.
+        yield from wait_for_all(_DETACHED_SECONDS)
 
     def _leave_child(self) -> NoReturn:
         """End a forked child here: MPI_Finalize, which mpi4py calls next, would hang or disturb the parent.

@@ -23,11 +23,13 @@ __all__ = [
     "Nature",
     "c_environment",
     "effective_nccl",
+    "is_own",
     "kept_value",
     "known_names",
     "nature",
     "nccl_config_files",
     "set_c",
+    "set_own",
 ]
 
 DIGEST_VARIABLE = "BUTTER_NCCL_LIBRARY_SHA256"
@@ -170,6 +172,37 @@ def c_environment() -> dict[str, str]:
             found.setdefault(name, value)
         index += 1
     return found
+
+
+_OWN: dict[str, str] = {}
+
+
+def set_own(name: str, value: str) -> None:
+    """Set a variable that butter_mpi chooses by itself, which is therefore not compared between ranks.
+
+    Parameters
+    ----------
+    name, value : str
+        The variable.
+    """
+    _OWN[name] = value
+    set_c(name, value)
+
+
+def is_own(name: str, value: str) -> bool:
+    """Return whether a variable has the value that :func:`set_own` gave it.
+
+    Parameters
+    ----------
+    name, value : str
+        The variable.
+
+    Returns
+    -------
+    bool
+        False for one that the user has set, and for another value.
+    """
+    return _OWN.get(name) == value
 
 
 def set_c(name: str, value: str) -> None:

@@ -29,8 +29,8 @@ _OWN_GPU = (
     "give each rank its own GPU (srun --gpus-per-task=1; under mpirun, leave all visible: each takes its local rank's)"
 )
 _SHARE = (
-    f"{_OWN_GPU}, or share it on purpose with share_gpu=True (BUTTER_MPI_SHARE_GPU=1), "
-    'or take plane="host" (BUTTER_MPI_PLANE=host)'
+    f"{_OWN_GPU}, or share it on purpose with share_gpu=True (BUTTER_MPI_SHARE_GPU=1, --share-gpu), "
+    'or take plane="host" (BUTTER_MPI_PLANE=host, --plane host)'
 )
 _MOST_DETAILS = 8
 
@@ -159,11 +159,11 @@ def _sharing(world: World) -> list[Finding]:
 
 
 GPU_CHECKS = (
+    Check("device", _NCCL, _device, lambda r: "every rank has a CUDA device"),
     Check("refused variables", _NCCL, _refused, lambda r: f"none of {', '.join(_REFUSED)} is set"),
     Check("policy", _NCCL, _policy, lambda r: ", ".join(f"{n}={v}" for n, v in POLICY.items())),
     Check("library", _NCCL, _library, lambda r: f"NCCL {(r['library'] or {}).get('version_text')}"),
     Check("library file", _NCCL, _library_file, lambda r: f"libnccl.so.2 sha256 {(r['library'] or {}).get('sha256')}"),
-    Check("device", _NCCL, _device, lambda r: "every rank has a CUDA device"),
     Check("sharing", _NCCL, _sharing, lambda r: "no two ranks share a GPU"),
 )
 """The checks of the nccl plane, in the order of the report."""

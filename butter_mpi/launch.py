@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -275,7 +276,8 @@ def false_green(info: LaunchInfo, mpi_library: str) -> tuple[str, str]:
     cause, remedy : str
         One clause each.
     """
-    library = " ".join(mpi_library.strip().split("\n")[0].split(",")[0].split())[:60] or "its MPI library"
+    first = re.split(r"\n|,|\sMPICH Release", mpi_library.strip())[0]
+    library = " ".join(first.split())[:60] or "its MPI library"
     if info.launcher == "slurm":
         plugin = quoted(info.variables.get("SLURM_MPI_TYPE", "none"))[1:-1]
         cause = f"srun started this step with --mpi={plugin}, which {library} does not speak"

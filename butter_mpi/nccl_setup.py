@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from butter_mpi.environment import c_environment, set_c
+from butter_mpi.environment import c_environment, set_own
 
 __all__ = ["prepare"]
 
@@ -43,5 +43,5 @@ def prepare(version: int, rank: int, *, share_gpu: bool, required: str | None) -
         wanted |= dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"), _CHANNELS_OF_A_SHARED_GPU)
     chosen = {name: value for name, value in wanted.items() if name not in env}
     for name, value in chosen.items():
-        set_c(name, value)
+        set_own(name, value)
     return chosen

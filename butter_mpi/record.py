@@ -13,7 +13,7 @@ from typing import Any
 from butter_mpi import cuda, library
 from butter_mpi._version import __version__
 from butter_mpi.checks import Record
-from butter_mpi.environment import c_environment, effective_nccl, kept_value
+from butter_mpi.environment import c_environment, effective_nccl, is_own, kept_value
 from butter_mpi.errors import ButterError, CUDAError
 from butter_mpi.launch import LaunchInfo
 from butter_mpi.policy import check_policy
@@ -120,7 +120,8 @@ def _machine() -> str:
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, list[str]]:
-    return {name: [kept_value(name, value), source] for name, (value, source) in sorted(effective_nccl(env).items())}
+    found = sorted(effective_nccl(env).items())
+    return {name: [kept_value(name, value), source] for name, (value, source) in found if not is_own(name, value)}
 
 
 def _device(settings: Settings, env: Mapping[str, str], local_rank: int | None, world_size: int) -> dict[str, Any]:

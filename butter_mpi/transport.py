@@ -251,7 +251,8 @@ def _net_finding(required: str, said: Sequence[Mapping[str, Any]], nodes: Sequen
     must_reach = len(set(nodes)) == len(nodes) or not any(kinds)
     told, wrong = [], []
     for rank, found in enumerate(kinds):
-        text = _kinds(found, "no channel to another node")
+        inside = _kinds(_inside(rank, _ends(said)[rank], nodes), "nothing")
+        text = _kinds(found, f"no channel to another node ({inside} inside its node)")
         unnamed = found == {required} and network not in said[rank]["networks"]
         if unnamed:
             named = " and ".join(map(quoted, said[rank]["networks"])) or "none"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from butter_mpi._nccl_types import UNIQUE_ID_BYTES
-from butter_mpi.control import Control, Watch
+from butter_mpi.control import Control, Overdue, Pause, Watch
 from butter_mpi.errors import ButterError, StartError, text_of
 
-__all__ = ["share_unique_id"]
+__all__ = ["NO_ID", "share_unique_id"]
 
-_ERROR_BYTES = 2048
+NO_ID = "unique ID"
+"""The phase of the error where rank 0 could not make one."""
+
+_LONGEST_REASON = 2048
 
 
 def share_unique_id(
@@ -39,15 +41,29 @@ def share_unique_id(
     StartError
         It could not be made on rank 0: the same text on every rank.
     """
-    payload = bytes(1 + _ERROR_BYTES)
     if control.rank == 0:
         try:
-            payload = b"\1" + make_id()
+            said = {"id": make_id().hex()}
         except Exception as error:  # whatever it is, the other ranks wait for this message
             reason = error.message if isinstance(error, ButterError) else text_of(error)
-            payload = b"\0" + reason.encode(errors="replace")[:_ERROR_BYTES]
-    payload = control.broadcast(payload.ljust(1 + _ERROR_BYTES, b"\0"), 0, watch, "carrying the unique ID", look)
-    if payload[0]:
-        return payload[1 : 1 + UNIQUE_ID_BYTES]
-    reason = payload[1:].rstrip(b"\0").decode(errors="replace")
-    raise StartError(f"rank 0/{control.size}: start: no unique ID: {reason}", phase="unique ID", elapsed=watch.elapsed)
+            said = {"error": reason[:_LONGEST_REASON]}
+        control.send(control.peers, "tell", said)
+    else:
+        said = _heard(control, watch, look)
+    if "id" in said:
+        return bytes.fromhex(said["id"])
+    text = f"rank 0/{control.size}: start: no unique ID: {said['error']}"
+    raise StartError(text, phase=NO_ID, elapsed=watch.elapsed)
+
+
+def _heard(control: Control, watch: Watch, look: Callable[[], None]) -> dict[str, str]:
+    """Wait for rank 0's message: not a broadcast, of which one that nobody took could reach a later communicator."""
+    pause = Pause()
+    while not control.told[0]:
+        if watch.tick():
+            raise Overdue("carrying the unique ID", watch.elapsed)
+        control.pump()
+        if not control.told[0]:
+            look()
+            pause()
+    return control.told[0].popleft()

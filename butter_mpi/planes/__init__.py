@@ -82,7 +82,7 @@ class CommBackend(Protocol):
         """Free memory of ``symmetric_alloc``."""
 
     def set_add_kernel(self, handle: int) -> None:
-        """Hand over a ``bf16_add_inplace`` kernel (0 takes it back); planes without kernels keep and never use it."""
+        """Hand over a ``bf16_add_inplace`` kernel, every rank alike (0 takes it back); other planes never use it."""
 
     def is_healthy(self) -> bool:
         """Return whether the next operation would be taken."""

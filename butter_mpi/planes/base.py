@@ -369,6 +369,9 @@ class Plane(ABC):
         try:
             if operations:
                 self._check("group")
+                for operation in operations:
+                    # What held when it was called may not hold any more.
+                    self._admit(operation)
                 self._run(operations)
         finally:
             LANE.give()

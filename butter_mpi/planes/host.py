@@ -73,7 +73,7 @@ class HostPlane(PeerPlane):
     # -- operations --------------------------------------------------------------------------------------------------
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
-        limit = None if any(operation.waits_for_ever for operation, _ in numbered) else self.deadline
+        limit = None if all(operation.waits_for_ever for operation, _ in numbered) else self.deadline
         meeting = Meeting(self._control, self._records(numbered))
         self._finish(self._tasks(numbered, meeting), meeting, numbered[0][1], limit)
 

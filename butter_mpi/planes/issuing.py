@@ -86,7 +86,7 @@ class Issuer:
 
     def pairs(self, operations: Sequence[Operation]) -> set[tuple[int, str]]:
         """Return the peers that data goes to and comes from directly."""
-        if self._adds(operations):
+        if operations and self._adds(operations):
             return {(1 - self._rank, "send"), (1 - self._rank, "recv")}
         return {(operation.peer, operation.kind) for operation in operations if operation.peer is not None}
 

@@ -29,9 +29,12 @@ from butter_mpi.errors import (
     CUDAError,
     NCCLError,
     NotSupportedError,
+    PeerLostError,
     StartError,
     TransportError,
+    text_of,
 )
+from butter_mpi.findings import ranks_text
 from butter_mpi.lane import LANE
 from butter_mpi.nccl_log import Capture
 from butter_mpi.planes.base import Numbered
@@ -41,6 +44,7 @@ from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.peers import PeerPlane, Task
 from butter_mpi.planes.waiting import Waiting, error_from
 from butter_mpi.transport import chosen, judge
+from butter_mpi.unique_id import NO_ID
 
 __all__ = ["NcclPlane"]
 
@@ -156,22 +160,27 @@ class NcclPlane(PeerPlane):
                 found = log.connections().as_dict()
             self._verify(found, bound)
             self._close_seconds = _CLOSE_SECONDS
-        except (ButterError, ValueError, TypeError) as error:
-            self._stop()
-            if isinstance(error, TransportError):
-                raise
-            raise self._start_failed(error, watch.elapsed) from error
-        except BaseException:
+        except (Overdue, TransportError):
             self._stop()
             raise
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, StartError) and error.phase == NO_ID:
+                # Every rank has been told, in the same words.
+                raise
+            failed = self._start_failed(error, watch.elapsed)
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
 
-    def _start_failed(self, error: Exception, elapsed: float) -> StartError:
+    def _start_failed(self, error: BaseException, elapsed: float) -> StartError:
         """Return the error, after telling it to the other ranks: they wait for this one."""
         told = self._control.broken is not None
         if told and isinstance(error, StartError):
             return error
         hint = ". Look at NCCL's log (NCCL_DEBUG=INFO)" if isinstance(error, NCCLError) else ""
-        text = f"{self.who}: start: {error}{hint}"
+        said = error.message if isinstance(error, ButterError) else text_of(error)
+        text = f"{self.who}: start: {said}{hint}"
         phase = error.phase if isinstance(error, StartError) else "NCCL init"
         if not told:
             notice = {"error": "StartError", "text": text, "lost": [], "phase": phase}
@@ -247,9 +256,7 @@ class NcclPlane(PeerPlane):
                 raise error
 
     def _admit(self, operation: Operation) -> None:
-        if operation.stream == self.stream:
-            # Any other one was looked at when it was given.
-            self._ask(self.device.refuse_capture, operation.stream)
+        self._ask(self.device.refuse_capture, operation.stream)
         if operation.op is not None and operation.dtype in _FLOAT8 and self.device.capability < _FLOAT8_CAPABILITY:
             raise NotSupportedError(
                 f"{self.who}: {operation.kind} of {operation.dtype.label}: this device has compute capability "
@@ -263,13 +270,13 @@ class NcclPlane(PeerPlane):
             self._meet(numbered)
         operations = [self._whole(operation) for operation, _ in numbered]
         with self._on_own_stream(operations):
-            self._submit_together([self._streamed(operation) for operation in operations], numbered[0][1])
+            self._submit_together([self._streamed(operation) for operation in operations], numbered)
         if len(operations) == 1 and operations[0].waits:
             self._wait_for(operations[0], numbered[0][1])
 
     def _meet(self, numbered: Sequence[Numbered]) -> None:
         meeting = Meeting(self._control, self._records(numbered))
-        limit = None if any(operation.waits_for_ever for operation, _ in numbered) else self.deadline
+        limit = None if all(operation.waits_for_ever for operation, _ in numbered) else self.deadline
         self._finish(
             [self._when_met(record, meeting, nothing()) for _, record in numbered], meeting, numbered[0][1], limit
         )
@@ -299,16 +306,22 @@ class NcclPlane(PeerPlane):
         for stream in streams:
             self.device.wait(stream, after)
 
-    def _submit_together(self, operations: Sequence[Operation], record: dict[str, Any]) -> None:
+    def _submit_together(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
         new = self._issuer.pairs(operations) - self._connected
         if not new:
             self._issue(operations)
             return
+        record = numbered[0][1]
         waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
         # The first call between two ranks connects them inside NCCL, which waits for the other one without a bound.
-        bound = Bound(Watch(None), lambda: waiting.look(record, {}, waiting.take()))
+        bound = Bound(Watch(None), lambda: waiting.look(record, self._gone(numbered), waiting.take()))
         self._aside_until_done(lambda: self._issue(operations), bound, "connecting")
-        self._connected |= new
+        # One that moved nothing may have connected nothing.
+        self._connected |= self._issuer.pairs([op for op in operations if op.count] or operations[:0])
+
+    def _gone(self, numbered: Sequence[Numbered]) -> dict[int, dict[str, Any]]:
+        """Return the ranks that have left without coming to an operation, each with the operation."""
+        return {peer: record for op, record in numbered for peer in self._left_out(record, op.peer)}
 
     def _issue(self, operations: Sequence[Operation]) -> None:
         assert self._comm is not None
@@ -330,7 +343,7 @@ class NcclPlane(PeerPlane):
         waiting = self._waiting(record, None if operation.waits_for_ever else self.deadline, unknown=_UNKNOWN)
         while not self.device.ready(operation.stream):
             self._ask_nccl()
-            waiting.look(record, {}, waiting.take())
+            waiting.look(record, self._gone([(operation, record)]), waiting.take())
         self._ask_nccl()
         self.health.check(self.who, record["kind"])
 
@@ -341,6 +354,18 @@ class NcclPlane(PeerPlane):
 
     def _listen(self) -> None:
         super()._listen()
+        gone = self._left_out({"kind": "collective", "n": self.sequence}, None)
+        if gone and self.health.cause is None:
+            why = self._control.left[gone[0]]["why"]
+            self.poison(
+                PeerLostError(
+                    f"{self.who}: {ranks_text(gone)} left: {why}, and did not come to what this rank has submitted "
+                    f"(collective #{self.sequence})",
+                    lost_ranks=tuple(gone),
+                    sequence=self.sequence,
+                    phase="collective",
+                )
+            )
         if self.health.cause is None:
             self._ask_nccl()
             self.device.check_context(self._aside)
@@ -354,6 +379,8 @@ class NcclPlane(PeerPlane):
     # -- end and return ----------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
+        # Whoever closes what broke before has an error to tell, and others wait for that.
+        self._close_seconds = self._close_seconds if self.health.closed else 0.0
         if self._comm is not None:
             comm, self._comm = self._comm, None
             self._stopping.append(abort(self._library, self.device, comm, self._calling))
@@ -365,12 +392,14 @@ class NcclPlane(PeerPlane):
             self._kept.callback(nccl.destroy, self._library, comm)
             for registered in self._handles.values():
                 self._kept.callback(nccl.deregister, self._library, comm, registered)
-        ending = Detached(self._clean_up)
+        stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"
+        ending = Detached(self._clean_up, stuck if comm is not None else "", self.deadline)
         try:
             ending.result(Watch(self._close_seconds), "closing")
         except Overdue:
-            # It goes on by itself: a peer, or work that is under way, is waited for.
-            pass
+            # It goes on by itself; if it has not come to its end when the process ends, the job fails.
+            if comm is not None:
+                _LOG.warning("%s: closing: still waiting for %s", self.who, self.last or "what is under way")
         except (NCCLError, CUDAError) as error:
             _LOG.warning("%s: closing: %s", self.who, error)
 
@@ -428,8 +457,9 @@ class NcclPlane(PeerPlane):
         self.device.enter()
         base = nccl.mem_alloc(self._library, nbytes)
         if base % _ALIGNMENT:
-            # NCCL falls back to the ordinary allocator where the driver's virtual memory cannot be had.
-            nccl.mem_free(self._library, base)
+            # NCCL falls back to the ordinary allocator where the driver's virtual memory cannot be had. Freeing waits
+            # for all work, so the block that does not fit goes with the communicator.
+            self._kept.callback(nccl.mem_free, self._library, base)
             base = nccl.mem_alloc(self._library, nbytes + _ALIGNMENT)
         pointer = base + -base % _ALIGNMENT
         self._symmetric[pointer] = base
@@ -452,4 +482,6 @@ class NcclPlane(PeerPlane):
             while not self.device.ready(stream):
                 if watch.tick():
                     raise ButterError(f"{self.who}: symmetric_free: a stream is still busy; nothing was freed")
+                # What a peer says ends the work that waits for it.
+                self.is_healthy()
                 pause()

@@ -158,15 +158,27 @@ class PeerPlane(Plane):
             self.poison(error_from(self.who, *self._control.broken))
 
     def _release(self) -> None:
-        self._retire("left", {"why": f"closed its communicator after {self.last or 'no operation'}"})
+        why = f"closed its communicator after {self.last or 'no operation'}"
+        came = {
+            peer: {kind: self._pairs.get((peer, kind), self._pairs_from) for kind in ("send", "recv")}
+            for peer in self._control.peers
+        }
+        self._retire("left", {peer: {"why": why, "n": self.sequence, **came[peer]} for peer in came})
 
-    def _retire(self, last_word: str, body: dict[str, Any]) -> None:
+    def _left_out(self, record: dict[str, Any], peer: int | None) -> list[int]:
+        """Return the peers that have left for good without having come to an operation."""
+        other = {"send": "recv", "recv": "send"}.get(record["kind"], "n")
+        asked = self._control.peers if peer is None else (peer,)
+        return [p for p in asked if p in self._control.left and self._control.left[p][other] < record["n"]]
+
+    def _retire(self, last_word: str, bodies: dict[int, dict[str, Any]]) -> None:
         """Say the last word on the control communicator, which goes as soon as every peer has said its own.
 
         What broke may have left data under way, which no later communicator may meet: its data communicator stays.
         """
         with contextlib.suppress(self._mpi.Exception):
-            self._control.send(self._control.peers, last_word, body)
+            for peer in self._control.peers:
+                self._control.send([peer], last_word, bodies.get(peer, {}))
         idle = (self._reserve,) if self.health.cause is not None else (self._data, self._reserve)
         _RETIRING.append((self._control, tuple(comm for comm in idle if comm is not None)))
         sweep()

@@ -145,7 +145,8 @@ class Waiting:
             if self._broken.tick():
                 raise error_from(self._who, *self._control.broken)
         gone = [p for p in missing if p in self._control.left and not self._control.inbox[p]]
-        if gone:
+        # Whoever broke has left as well, and says more by the former.
+        if gone and self._control.broken is None:
             raise self._lost(missing[gone[0]], gone)
         # Where all have come and data stands still, those that do not answer are the ones.
         absent = list(missing) or self._control.silent()

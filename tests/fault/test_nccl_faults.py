@@ -59,12 +59,131 @@ def passed(n: int, program: str, faults: str = "") -> list[str]:
     return result.rank_out
 
 
+def passed_alone(n: int, program: str, faults: str = "") -> list[str]:
+    """Run a program that makes its own communicators."""
+    result = run_job(n, HEAD.split("comm = start()")[0] + program, env=env(faults), timeout=60)
+    assert result.rc == 0, result.text
+    return result.rank_out
+
+
 @pytest.mark.parametrize("call", ["comm.wait_for_async_error(10)", "until(lambda: comm.check_async_error(), 5)"])
 def test_error_in_the_background(call: str) -> None:
     """An error that NCCL found in the background of one rank poisons every rank; a reconnect works."""
     program = f"plane.barrier(); plane.barrier()\nbroken(lambda: {call})\n" + WORKS
     for rank, out in enumerate(passed(3, program, "1@collective#3=6")):
         assert f"rank {rank}/3" in out and "ncclRemoteError" in out and "rank 1/3 on" in out
+
+
+def test_operation_that_one_rank_left_out_fails_the_job() -> None:
+    """An operation that never completes is said when its rank closes, and fails the job by name when it ends."""
+    program = """
+if RANK == 0:
+    plane.all_reduce(memory.put(np.ones(4, np.float32)), 16, dtype=DType.FLOAT32)
+comm.close()
+say("closed")
+"""
+    result = run_job(2, HEAD + program, env=env(), timeout=60)
+    assert result.rc != 0 and result.rank_out == ["closed\n"] * 2, result.text
+    assert "closing: still waiting for all_reduce #1" in result.rank_err[0], result.text
+    assert "closing: all_reduce #1 (float32 x 4, sum)" in result.rank_err[0], result.text
+    assert "has not completed within 10 s; the job is ended" in result.rank_err[0], result.text
+
+
+def test_long_work_is_waited_for_at_the_end() -> None:
+    """Work that takes longer than closing waits is no failure: the process ends after it, with status 0."""
+    program = """
+gpu = Gpu(plane.device.ordinal)
+gpu.launch("delay_us", plane.stream, 6_000_000)
+plane.all_reduce(memory.blank(16), 16, dtype=DType.FLOAT32)
+comm.close()
+"""
+    result = run_job(2, HEAD + program, env=env(), timeout=60)
+    assert result.rc == 0 and result.seconds > 6, result.text
+
+
+@pytest.mark.parametrize("wait", ["plane.recv_command_u32(p, 1)", "plane.broadcast(p, 4, 1)", "send()"])
+def test_rank_that_left_is_told_to_who_waits(wait: str) -> None:
+    """A wait for a rank that has closed without coming ends at once, with its name, also where it has no deadline."""
+    program = f"""
+p = memory.blank(4)
+def send():
+    plane.send_to(p, 4, 1, plane.stream)
+if RANK == 1:
+    comm.close(); sys.exit(0)
+error = broken(lambda: {wait})
+assert error.lost_ranks == (1,)
+"""
+    result = run_job(2, HEAD + program, env=env(), timeout=30)
+    assert "rank 1 closed its communicator after no operation" in result.rank_out[0], result.text
+
+
+def test_rank_that_left_is_found_by_asking() -> None:
+    """An operation that a rank left without coming to is found by check_async_error."""
+    program = """
+if RANK == 1:
+    comm.close(); sys.exit(0)
+plane.barrier()
+error = broken(lambda: comm.wait_for_async_error(10))
+assert error.lost_ranks == (1,) and "collective #1" in str(error)
+"""
+    result = run_job(2, HEAD + program, env=env(), timeout=30)
+    assert "PeerLostError" in result.rank_out[0], result.text
+
+
+def test_failed_starts_do_no_harm_to_later_ones() -> None:
+    """A start that failed on one rank leaves no message that a later one takes for its own."""
+    program = """
+for turn in range(5):
+    try:
+        start(start_deadline=8).close()
+        say(f"started {turn}")
+    except butter_mpi.StartError as error:
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in str(error), error
+        say("failed")
+"""
+    outs = passed_alone(3, program, "1@cuMemAlloc#1=2,2@cuMemAlloc#1=2")
+    assert outs == ["failed\n" + "".join(f"started {turn}\n" for turn in range(1, 5))] * 3
+
+
+def test_some_ranks_start_before_the_others() -> None:
+    """What a start sets for NCCL is no difference between ranks in the next one."""
+    program = """
+some = MPI.COMM_WORLD.Split(0 if RANK < 2 else MPI.UNDEFINED)
+if RANK < 2:
+    butter_mpi.init(some, plane="nccl").close()
+start().close(); say("started")
+"""
+    assert passed_alone(3, program) == ["started\n"] * 3
+
+
+def test_thread_without_a_context() -> None:
+    """A thread that has never used CUDA may submit first of all."""
+    program = """
+done = []
+thread = threading.Thread(target=lambda: done.append(plane.barrier()))
+thread.start(); thread.join(20)
+assert done == [None] and comm.is_healthy()
+comm.close()
+"""
+    passed(2, program)
+
+
+def test_capture_that_begins_inside_a_group() -> None:
+    """A stream that is captured by the time the group ends is refused: nothing of the group is sent."""
+    program = """
+mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+p, stream = memory.blank(16), plane.device.make_stream()
+try:
+    with comm.group():
+        plane.all_reduce_async(p, 16, stream, dtype=DType.FLOAT32)
+        plane.device.call("cuStreamBeginCapture", stream, mode)
+except ValueError as error:
+    assert "captured into a CUDA graph" in str(error)
+plane.device.call("cuStreamEndCapture", stream)
+assert comm.sequence == 0 and comm.is_healthy()
+plane.barrier(); comm.close(); say("done")
+"""
+    assert passed(2, program) == ["done\n"] * 2
 
 
 def test_is_healthy_says_no_and_does_not_raise() -> None:

@@ -66,7 +66,8 @@ def test_one_rank_fails_and_all_know(scene: str) -> None:
     assert result.rc == 0, result.text
     guilty = faults[0]
     for rank, out in enumerate(result.rank_out):
-        assert out.startswith(f"StartError [{phase}] rank {rank}/3") and text in out, result.text
+        who = "rank 0/3: start: no unique ID" if scene == "unique ID" else f"rank {rank}/3"
+        assert out.startswith(f"StartError [{phase}] {who}") and text in out, result.text
         assert f"rank {guilty}/3" in out, result.text
 
 

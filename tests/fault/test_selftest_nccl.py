@@ -92,7 +92,7 @@ def test_sharing_unasked_is_refused(standin: Standin, words: list[str]) -> None:
     text = refused(selftest(standin, 2, *words, devices=1))
     assert "ranks 0-1 share GPU-" in text
     assert "rank 0 on " in text and "rank 1 on " in text
-    assert "share_gpu=True (BUTTER_MPI_SHARE_GPU=1)" in text
+    assert "share_gpu=True (BUTTER_MPI_SHARE_GPU=1, --share-gpu)" in text
 
 
 @pytest.mark.parametrize("transport", ["P2P", "SHM", "NET/Socket", "NET/IB"])
@@ -195,7 +195,7 @@ SABOTAGE = {
     "host that waits": ("producer_stream", "patched('all_reduce', waiting)", {0, 1}),
     "kernel that is not launched": (
         "add_path",
-        "patched('_add_path', lambda self, operation: None, NcclPlane)",
+        "patched('_exchange_and_add', lambda self, comm, operation: None, Issuer)",
         {0, 1},
     ),
     "kernel that one rank cannot make": ("add_path", "broken_kernel()", {1}),
@@ -214,6 +214,7 @@ from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.planes import meeting
+from butter_mpi.planes.issuing import Issuer
 from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.selftest.catalogue import CHECKS
 from butter_mpi.selftest.places import DeviceArray

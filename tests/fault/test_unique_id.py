@@ -12,7 +12,7 @@ import os
 from mpi4py import MPI
 from butter_mpi import StartError, library, nccl
 from butter_mpi.unique_id import share_unique_id
-from butter_mpi.control import Control, Watch, duplicate
+from butter_mpi.control import Control, Overdue, Watch, duplicate
 from butter_mpi.ending import ENDING
 ENDING.register(MPI)
 watch = Watch(20)
@@ -23,6 +23,9 @@ try:
     print("id", share_unique_id(control, make, watch).hex(), flush=True)
 except StartError as error:
     print("error", error, flush=True)
+except Overdue:
+    ENDING.alone()  # as init does
+    raise
 MPI.COMM_WORLD.Barrier()
 control.retire()
 """

@@ -137,6 +137,17 @@ def test_capture_is_seen_and_can_be_spoiled(standin: Standin) -> None:
     assert (spoiled, unsafe, refused) == ([900, 2, 901, 0], [900, 2, 901], [0, 1, 0])
 
 
+def test_asking_the_legacy_stream_spoils_no_capture(standin: Standin) -> None:
+    """Beside a blocking stream's capture the legacy stream gives no answer, and the capture stays valid."""
+    code = """
+    g = Gpu()
+    a = g.stream(0)
+    check(driver.cuStreamBeginCapture(a, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    print(json.dumps([status(driver.cuStreamIsCapturing(0)), status(driver.cuStreamEndCapture(a))]))
+    """
+    assert driver_value(standin, code) == [906, 0]
+
+
 def test_capture_ends_with_its_stream(standin: Standin) -> None:
     """A stream that is destroyed while it captures takes the capture with it; what joined is free again."""
     code = """

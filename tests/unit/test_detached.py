@@ -26,12 +26,21 @@ def test_results_and_errors_come_back() -> None:
 def test_a_wait_is_bounded_and_the_call_goes_on() -> None:
     """At the deadline the wait ends with the step's name; the call is left to itself, and can be waited for again."""
     go = threading.Event()
-    running = Detached(go.wait)
+    running = Detached(go.wait, "it never came", 0.01)
     with pytest.raises(Overdue, match=r"^the step: not done after 0\.\d s$"):
         running.result(Watch(0.1), "the step")
-    assert not running.done and not wait_for_all(0.05)
+    assert not running.done and wait_for_all(0.05) == ["it never came"]
     go.set()
-    assert running.result(Watch(10), "the step") is True and wait_for_all(10)
+    assert running.result(Watch(10), "the step") is True and wait_for_all(10) == []
+
+
+def test_what_must_return_is_waited_for_longer() -> None:
+    """A call that must return has its own patience; one that need not is left at once, and means nothing."""
+    go = threading.Event()
+    left, hoped = Detached(go.wait), Detached(lambda: go.wait(0.3), "it never came", 20)
+    assert wait_for_all(0.01) == [] and hoped.done and not left.done
+    go.set()
+    left.wait()
 
 
 def test_what_else_ends_a_wait() -> None:

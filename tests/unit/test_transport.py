@@ -243,7 +243,7 @@ OTHERWISE = {
     ),
     "no way out": (
         *("NET/IB", both_ways("P2P", (0, 1)), "aa"),
-        *("NCCL's log names no channel to another node on ranks 0-1", (0, 1)),
+        *("NCCL's log names no channel to another node (P2P inside its node) on ranks 0-1", (0, 1)),
     ),
     "IB for sockets": ("NET/Socket", both_ways("NET/IB", (0, 1)), "ab", "NET/IB on ranks 0-1", (0, 1)),
     "SHM for P2P": (
@@ -299,7 +299,9 @@ def test_rank_without_another_node_is_wrong_where_each_has_its_own() -> None:
     """With one rank a node, each must have the required channel."""
     ranks = said(*both_ways("NET/IB", (0, 1)), (2, 2, "P2P"), size=3)
     _, message, wrong = told("NET/IB", ranks, "abc")
-    assert message.endswith("NET/IB on ranks 0-1, no channel to another node on rank 2") and wrong == (2,)
+    assert message.endswith(
+        "NET/IB on ranks 0-1, no channel to another node (nothing inside its node) on rank 2"
+    ) and wrong == (2,)
 
 
 @pytest.mark.parametrize("required", TRANSPORTS)

@@ -47,15 +47,27 @@ CUresult capture_unsafe(void) {
   return status;
 }
 
-CUresult capture_implicit(CUcontext context, CUstream stream) {
-  if (stream != context->legacy) return CUDA_SUCCESS;
+/* A blocking stream whose capture stands beside the legacy stream, or NULL. */
+static CUstream beside(CUcontext context, CUstream stream) {
+  if (stream != context->legacy) return NULL;
   for (size_t i = 0; i < LENGTH(capturing); i++) {
     CUstream s = capturing[i];
-    if (!s || s->context != context || (s->flags & CU_STREAM_NON_BLOCKING)) continue;
-    s->capture->status = CAPTURE_INVALIDATED;
-    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    if (s && s->context == context && !(s->flags & CU_STREAM_NON_BLOCKING)) return s;
   }
-  return CUDA_SUCCESS;
+  return NULL;
+}
+
+CUresult capture_implicit(CUcontext context, CUstream stream) {
+  CUstream captured = beside(context, stream);
+  if (!captured) return CUDA_SUCCESS;
+  captured->capture->status = CAPTURE_INVALIDATED;
+  return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+}
+
+/* A question about the legacy stream has the same answer, but leaves the capture as it is. */
+static CUresult asked(CUcontext context, CUstream stream) {
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  return beside(context, stream) ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_SUCCESS;
 }
 
 static CUresult begin(CUstream stream, int mode) {
@@ -131,7 +143,7 @@ API CUresult cuStreamIsCapturing(CUstream handle, int *answer) {
   ENTER(NEEDS_CONTEXT);
   driver_lock();
   CUstream stream = stream_find(context_current(), handle);
-  CUresult status = stream ? capture_implicit(context_current(), stream) : CUDA_ERROR_INVALID_HANDLE;
+  CUresult status = asked(context_current(), stream);
   if (!status) *answer = capture_status(stream);
   driver_unlock();
   return status;
@@ -140,7 +152,7 @@ API CUresult cuStreamIsCapturing(CUstream handle, int *answer) {
 static CUresult information(CUstream handle, int *answer, uint64_t *id) {
   driver_lock();
   CUstream stream = stream_find(context_current(), handle);
-  CUresult status = stream ? capture_implicit(context_current(), stream) : CUDA_ERROR_INVALID_HANDLE;
+  CUresult status = asked(context_current(), stream);
   if (!status) *answer = capture_status(stream);
   if (!status && id) *id = stream->capture ? stream->capture->id : 0;
   driver_unlock();
