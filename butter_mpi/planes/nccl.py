@@ -269,10 +269,16 @@ class NcclPlane(PeerPlane):
         if self._strict:
             self._meet(numbered)
         operations = [self._whole(operation) for operation, _ in numbered]
+        waited = operations[0] if len(operations) == 1 and operations[0].waits else None
         with self._on_own_stream(operations):
-            self._submit_together([self._streamed(operation) for operation in operations], numbered)
-        if len(operations) == 1 and operations[0].waits:
-            self._wait_for(operations[0], numbered[0][1])
+            streamed = [self._streamed(operation) for operation in operations]
+            new = self._issuer.pairs(streamed) - self._connected
+            if waited or new:
+                self._issue_bounded(streamed, numbered)
+            else:
+                self._issue(streamed)
+        if waited is not None:
+            self._wait_for(waited, numbered[0][1])
 
     def _meet(self, numbered: Sequence[Numbered]) -> None:
         meeting = Meeting(self._control, self._records(numbered))
@@ -306,14 +312,11 @@ class NcclPlane(PeerPlane):
         for stream in streams:
             self.device.wait(stream, after)
 
-    def _submit_together(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
-        new = self._issuer.pairs(operations) - self._connected
-        if not new:
-            self._issue(operations)
-            return
+    def _issue_bounded(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
+        """Issue what has a deadline or could wait inside NCCL: the first call between two ranks connects them there."""
         record = numbered[0][1]
-        waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
-        # The first call between two ranks connects them inside NCCL, which waits for the other one without a bound.
+        limit = None if all(operation.waits_for_ever for operation in operations) else self.deadline
+        waiting = self._waiting(record, limit, unknown=_UNKNOWN)
         bound = Bound(Watch(None), lambda: waiting.look(record, self._gone(numbered), waiting.take()))
         self._aside_until_done(lambda: self._issue(operations), bound, "connecting")
         # One that moved nothing may have connected nothing.

@@ -117,6 +117,22 @@ assert error.lost_ranks == (1,)
     assert "rank 1 closed its communicator after no operation" in result.rank_out[0], result.text
 
 
+def test_broadcast_that_does_not_come_back_from_nccl() -> None:
+    """A broadcast whose host call never returns ends at the deadline all the same; the job can end."""
+    program = """
+p = memory.blank(4)
+began = time.monotonic()
+try:
+    plane.broadcast(p, 4, 0)
+except butter_mpi.CollectiveTimeoutError as error:
+    assert 9 < time.monotonic() - began < 15
+    say(f"{error}")
+os._exit(0)
+"""
+    result = run_job(2, HEAD + program, env=env("0@ncclBroadcast#1=hang,1@ncclBroadcast#1=hang"), timeout=60)
+    assert all("no answer within" in out and "Stop all ranks" in out for out in result.rank_out), result.text
+
+
 def test_rank_that_left_is_found_by_asking() -> None:
     """An operation that a rank left without coming to is found by check_async_error."""
     program = """
