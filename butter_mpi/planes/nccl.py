@@ -391,28 +391,38 @@ class NcclPlane(PeerPlane):
     def _release(self) -> None:
         super()._release()
         comm, self._comm = self._comm, None
-        if comm is not None:
-            self._kept.callback(nccl.destroy, self._library, comm)
-            for registered in self._handles.values():
-                self._kept.callback(nccl.deregister, self._library, comm, registered)
         stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"
-        ending = Detached(self._clean_up, stuck if comm is not None else "", self.deadline)
+        registered = list(self._handles.values())
+        ending = None if comm is None else Detached(lambda: self._destroy(comm, registered), stuck, self.deadline)
         try:
-            ending.result(Watch(self._close_seconds), "closing")
+            Detached(lambda: self._clean_up(ending)).result(Watch(self._close_seconds), "closing")
         except Overdue:
-            # It goes on by itself; if it has not come to its end when the process ends, the job fails.
-            if comm is not None:
+            # It goes on by itself; if the communicator has not come to its end when the process ends, the job fails.
+            if ending is not None and not ending.done:
                 _LOG.warning("%s: closing: still waiting for %s", self.who, self.last or "what is under way")
         except (NCCLError, CUDAError) as error:
             _LOG.warning("%s: closing: %s", self.who, error)
 
-    def _clean_up(self) -> None:
-        """Give back what this communicator has, last made first, once its work is done."""
-        for stopping in self._stopping:
-            stopping.wait()
+    def _destroy(self, comm: int, registered: Sequence[Any]) -> None:
+        """End a healthy communicator, which waits for its work."""
+        self.device.make_current()
+        with contextlib.ExitStack() as ends:
+            ends.callback(nccl.destroy, self._library, comm)
+            for one in registered:
+                ends.callback(nccl.deregister, self._library, comm, one)
+
+    def _clean_up(self, ending: Detached | None) -> None:
+        """Give back what this communicator has, last made first, once nothing can use it any more.
+
+        A call that never came back from NCCL may still, and keeps it.
+        """
+        for call in [*self._stopping, *([ending] if ending is not None else [])]:
+            call.wait()
         if self._device is not None:
             self._device.make_current()
             self._kept.close()
+        if ending is not None:
+            ending.result(Watch(None), "destroying")
 
     def _reconnect(self) -> None:
         self._stop()

@@ -74,8 +74,9 @@ def added():
         plane.all_reduce_async(ones[2], 2 * N, int(other))
     for stream in (int(compute), plane.stream, int(other)):
         check(driver.cuStreamSynchronize(stream))
-    for p in ones:
-        assert (gpu.get(p, one) == 0x4100).all()
+    if not MISSING:  # else it is right by luck only
+        for p in ones:
+            assert (gpu.get(p, one) == 0x4100).all()
     plane.set_add_kernel(0)
 """
 
