@@ -27,6 +27,23 @@ def test_access_out_of_bounds_breaks_the_device(standin: Standin, spoil: str) ->
     assert driver_value(standin, code) == [700, 700, 700, 700]
 
 
+def test_low_host_memory_is_no_device_memory(standin: Standin) -> None:
+    """Before anything is allocated a kernel may read host memory at a low address, where some programs have theirs."""
+    code = """
+    g = Gpu()
+    map_page = ctypes.CDLL(None).mmap
+    map_page.restype = ctypes.c_void_p
+    map_page.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    page = map_page(0x20000000, 4096, 3, 0x22, -1, 0)
+    assert page < 1 << 38, hex(page)
+    ctypes.c_uint32.from_address(page).value = 1
+    s = g.stream()
+    g.launch("wait_flag", s, page)
+    print(json.dumps(status(driver.cuStreamSynchronize(s))))
+    """
+    assert driver_value(standin, code) == 0
+
+
 def test_host_cannot_touch_device_memory(standin: Standin) -> None:
     """Reading through a device pointer ends the process, as on a GPU."""
     with standin.start(DRIVER + "g = Gpu()\nctypes.string_at(g.blank(64), 4)") as process:

@@ -42,8 +42,11 @@ static block *find_device(CUdeviceptr pointer) {
   return b && b->live && pointer < b->base + b->bytes ? b : NULL;
 }
 
+/* Is this an address of a device? Before the first allocation there are none, and host memory may lie low. */
+static int on_device(CUdeviceptr pointer) { return start && pointer >= start && pointer < start + space; }
+
 static block *find(CUdeviceptr pointer) {
-  if (pointer >= start && pointer < start + space) return find_device(pointer);
+  if (on_device(pointer)) return find_device(pointer);
   for (size_t i = 0; i < LENGTH(pinned); i++)
     if (pinned[i].live && pointer >= pinned[i].base && pointer < pinned[i].base + pinned[i].bytes) return &pinned[i];
   return NULL;
@@ -58,8 +61,7 @@ void *memory_range(CUdeviceptr pointer, size_t bytes) {
 }
 
 void *memory_any(CUdeviceptr pointer, size_t bytes) {
-  int on_device = pointer >= start && pointer < start + space;
-  return on_device ? memory_range(pointer, bytes) : (void *)(uintptr_t)pointer;
+  return on_device(pointer) ? memory_range(pointer, bytes) : (void *)(uintptr_t)pointer;
 }
 
 API void *standin_shadow(uint64_t pointer, size_t bytes) { return memory_range(pointer, bytes); }
