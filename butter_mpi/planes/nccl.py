@@ -17,7 +17,7 @@ from typing import Any
 
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
-from butter_mpi.collectives import Operation, call_site, control_signature
+from butter_mpi.collectives import Operation
 from butter_mpi.control import Control, Overdue, Pause, Watch
 from butter_mpi.detached import Detached
 from butter_mpi.device import Device
@@ -35,12 +35,13 @@ from butter_mpi.errors import (
     text_of,
 )
 from butter_mpi.findings import ranks_text
-from butter_mpi.lane import LANE
 from butter_mpi.nccl_log import Capture
 from butter_mpi.planes.base import Numbered
 from butter_mpi.planes.issuing import Issuer, Kept
 from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
 from butter_mpi.planes.meeting import Meeting
+from butter_mpi.planes.memory import ALIGNMENT
+from butter_mpi.planes.on_device import OnDevice
 from butter_mpi.planes.peers import PeerPlane, Task
 from butter_mpi.planes.waiting import Waiting, error_from
 from butter_mpi.transport import chosen, judge
@@ -51,7 +52,6 @@ __all__ = ["NcclPlane"]
 _LOG = logging.getLogger("butter_mpi")
 _FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 _FLOAT8_CAPABILITY = (9, 0)
-_ALIGNMENT = 4096
 _BARRIER_BYTES = 4
 _CLOSE_SECONDS = 2.0
 # What was on its way when a peer broke is there by then; a peer that exits lets the others speak for a little longer.
@@ -66,7 +66,7 @@ def nothing() -> Task:
     yield from ()
 
 
-class NcclPlane(PeerPlane):
+class NcclPlane(OnDevice, PeerPlane):
     """Collectives on device memory by NCCL.
 
     Parameters
@@ -90,7 +90,6 @@ class NcclPlane(PeerPlane):
     """
 
     NAME = "nccl"
-    on_device = True
 
     def __init__(
         self,
@@ -110,7 +109,6 @@ class NcclPlane(PeerPlane):
         self._library, self._ordinal, self._given_stream, self._strict = library, ordinal, stream, strict
         self._node, self._required = node, required
         self.transport: dict[str, list[int]] = {}
-        self._device: Device | None = None
         self._comm: int | None = None
         # An error of a start is said before another rank ends the job for it.
         self._close_seconds = 0.0
@@ -118,12 +116,6 @@ class NcclPlane(PeerPlane):
         self._stopping: list[Detached] = []
         self._connected: set[tuple[int, str]] = set()
         self._symmetric: dict[int, int] = {}
-
-    @property
-    def device(self) -> Device:
-        """This rank's device, once the start has opened it."""
-        assert self._device is not None, "start() opens the device"
-        return self._device
 
     def _open(self) -> None:
         """Take the device, and make what every operation needs."""
@@ -227,33 +219,6 @@ class NcclPlane(PeerPlane):
         self._calling.result(bound.watch, phase, bound.look)
 
     # -- operations --------------------------------------------------------------------------------------------------
-
-    def check_stream(self, stream: int) -> int:
-        """Return a stream of this device's primary context, not captured."""
-        return int(self._ask(self.device.check_stream, stream))
-
-    def check_pointer(self, pointer: int, what: str) -> None:
-        """Refuse memory of the host, or of another device."""
-        owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
-        if owner != self.device.ordinal:
-            where = "host memory" if owner is None else f"memory of cuda:{owner}"
-            raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{self.device.ordinal}")
-
-    def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
-        """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.
-
-        A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
-        """
-        name = question.__name__
-        self._check(name)
-        try:
-            return question(subject)
-        except ValueError as error:
-            raise ValueError(f"{what or self.who}: {error}") from None
-        except CUDAError as error:
-            record = control_signature(name, self.sequence, call_site())
-            with LANE.held(self.who, name, self.deadline), self._poisoning(record):
-                raise error
 
     def _admit(self, operation: Operation) -> None:
         self._ask(self.device.refuse_capture, operation.stream)
@@ -469,12 +434,12 @@ class NcclPlane(PeerPlane):
             raise ValueError(f"{self.who}: symmetric_alloc: nbytes must be 1 or more; got {nbytes!r}")
         self.device.enter()
         base = nccl.mem_alloc(self._library, nbytes)
-        if base % _ALIGNMENT:
+        if base % ALIGNMENT:
             # NCCL falls back to the ordinary allocator where the driver's virtual memory cannot be had. Freeing waits
             # for all work, so the block that does not fit goes with the communicator.
             self._kept.callback(nccl.mem_free, self._library, base)
-            base = nccl.mem_alloc(self._library, nbytes + _ALIGNMENT)
-        pointer = base + -base % _ALIGNMENT
+            base = nccl.mem_alloc(self._library, nbytes + ALIGNMENT)
+        pointer = base + -base % ALIGNMENT
         self._symmetric[pointer] = base
         return pointer
 

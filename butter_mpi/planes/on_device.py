@@ -1,29 +1,54 @@
-"""What the planes of device memory share: which streams and which memory they take."""
+"""What the planes of device memory share: their device, and which streams and which memory they take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.device import Device
+from butter_mpi.errors import CUDAError
+from butter_mpi.lane import LANE
+from butter_mpi.planes.base import Plane
 
 __all__ = ["OnDevice"]
 
 
-class OnDevice:
+class OnDevice(Plane):
     """A plane whose operations are put on streams of one device."""
 
     on_device = True
-    who: str
-    device: Device
+    _device: Device | None = None
+
+    @property
+    def device(self) -> Device:
+        """This rank's device, once it was taken."""
+        assert self._device is not None, "the start takes the device"
+        return self._device
 
     def check_stream(self, stream: int) -> int:
         """Return a stream of this device's primary context, not captured."""
-        try:
-            return self.device.check_stream(stream)
-        except ValueError as error:
-            raise ValueError(f"{self.who}: {error}") from None
+        return int(self._ask(self.device.check_stream, stream))
 
     def check_pointer(self, pointer: int, what: str) -> None:
         """Refuse memory of the host, or of another device."""
-        owner = self.device.owner(pointer) if pointer else self.device.ordinal
+        owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
         if owner != self.device.ordinal:
             where = "host memory" if owner is None else f"memory of cuda:{owner}"
             raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{self.device.ordinal}")
+
+    def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
+        """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.
+
+        A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
+        """
+        name = question.__name__
+        self._check(name)
+        try:
+            return question(subject)
+        except ValueError as error:
+            raise ValueError(f"{what or self.who}: {error}") from None
+        except CUDAError as error:
+            record = control_signature(name, self.sequence, call_site())
+            with LANE.held(self.who, name, self.deadline), self._poisoning(record):
+                raise error

@@ -75,7 +75,7 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
 
     def __init__(self, device: Device, stream: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.device = device
+        self._device = device
         self._transport_errors = (CUDAError,)
         self._own_stream = device.make_stream()
         self.stream = self._own_stream if stream is None else self.check_stream(stream)

@@ -172,6 +172,20 @@ start().close(); say("started")
     assert passed_alone(3, program) == ["started\n"] * 3
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_closed_communicator_asks_the_driver_nothing(n: int) -> None:
+    """After close the streams are gone, and a driver may crash on them: the question is refused, alone as with many."""
+    program = """
+comm.close()
+for ask in (lambda: plane.check_stream(plane.stream), lambda: plane.check_pointer(8, "x")):
+    try:
+        ask()
+    except butter_mpi.CommunicatorClosedError as error:
+        say("refused")
+"""
+    assert passed(n, program) == ["refused\n" * 2] * n
+
+
 def test_thread_without_a_context() -> None:
     """A thread that has never used CUDA may submit first of all."""
     program = """

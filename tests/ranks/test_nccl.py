@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from helpers.held import Held
 from helpers.memory import PLANE, DeviceMemory
+from helpers.sums import F32, RANK, SIZE, TOTAL, own, works
 from mpi4py import MPI
 
-from butter_mpi import Communicator, DType, nccl
+from butter_mpi import Communicator, nccl
 from butter_mpi.device import Device
 from butter_mpi.errors import (
     CUDAError,
@@ -25,21 +26,6 @@ pytestmark = [
 ]
 
 WORLD = MPI.COMM_WORLD
-RANK, SIZE = WORLD.rank, WORLD.size
-TOTAL = SIZE * (SIZE + 1) // 2
-F32 = DType.FLOAT32
-
-
-def own(count: int = 1000) -> np.ndarray:
-    """Return what this rank adds to a sum of ``TOTAL``."""
-    return np.full(count, RANK + 1, np.float32)
-
-
-def works(plane: Any, memory: DeviceMemory) -> bool:
-    """Whether a sum over all ranks is right."""
-    pointer = memory.put(own())
-    plane.all_reduce(pointer, 4000, dtype=F32)
-    return bool((memory.get(pointer, own()) == TOTAL).all())
 
 
 # -- order -----------------------------------------------------------------------------------------------------------

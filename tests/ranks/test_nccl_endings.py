@@ -14,10 +14,11 @@ import pytest
 from helpers.held import Held
 from helpers.memory import PLANE, DeviceMemory
 from helpers.standin_rank import until
+from helpers.sums import F32, RANK, SIZE, TOTAL, own, works
 from mpi4py import MPI
 
 import butter_mpi
-from butter_mpi import Communicator, DType
+from butter_mpi import Communicator
 from butter_mpi.device import Device
 from butter_mpi.errors import (
     CollectiveTimeoutError,
@@ -33,21 +34,6 @@ pytestmark = [
 ]
 
 WORLD = MPI.COMM_WORLD
-RANK, SIZE = WORLD.rank, WORLD.size
-TOTAL = SIZE * (SIZE + 1) // 2
-F32 = DType.FLOAT32
-
-
-def own(count: int = 1000) -> np.ndarray:
-    """Return what this rank adds to a sum of ``TOTAL``."""
-    return np.full(count, RANK + 1, np.float32)
-
-
-def works(plane: Any, memory: DeviceMemory) -> bool:
-    """Whether a sum over all ranks is right."""
-    pointer = memory.put(own())
-    plane.all_reduce(pointer, 4000, dtype=F32)
-    return bool((memory.get(pointer, own()) == TOTAL).all())
 
 
 # -- bounds ----------------------------------------------------------------------------------------------------------
