@@ -143,9 +143,10 @@ class Slurm:
         self._daemon("munged", "--force", *(f"--{option}={munge / name}" for option, name in files.items()))
         self._daemon("slurmctld")
         for number in range(1, self.nodes + 1):
-            # With its own host name: PMIx looks a node up by it.
-            script = f"hostname n{number} && exec slurmd -N n{number}"
-            self._daemon("unshare", "--uts", "sh", "-c", script)
+            # With its own host name: PMIx looks a node up by it. With its own shared memory: MPICH names its segment
+            # after the step, so what a killed rank of step 3.0 left would meet step 3.0 of the next Slurm.
+            script = f"hostname n{number} && mount -t tmpfs tmpfs /dev/shm && exec slurmd -N n{number}"
+            self._daemon("unshare", "--uts", "--mount", "sh", "-c", script)
         self._await_idle()
 
     def batch(self, *command: str | Path, cwd: Path, timeout: float = 60.0) -> tuple[str, str]:
@@ -158,7 +159,8 @@ class Slurm:
         while (job := self._job(number))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
             if time.monotonic() > end:
                 self.run("scancel", number)
-                raise AssertionError(f"job {number} was cut after {timeout:g} s: {job}")
+                written = Path(job["StdOut"]).read_text(errors="replace")
+                raise AssertionError(f"job {number} was cut after {timeout:g} s: {job}\n{written}")
             time.sleep(0.1)  # sbatch --wait itself looks only every 10 s
         return job["ExitCode"], Path(job["StdOut"]).read_text(errors="replace")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from helpers.mpirun import MPIS
 from helpers.slurm import Slurm, throw_away_slurm
@@ -29,3 +32,22 @@ def test_nothing_is_left_of_it() -> None:
         assert len(slurm.members()) >= 4
     assert slurm.members() == []
     assert not slurm.folder.exists()
+
+
+def test_nodes_share_no_memory(slurm: Slurm) -> None:
+    """A file in the machine's or another node's /dev/shm is not in a node's: no step meets what a dead one left."""
+    ours = Path(f"/dev/shm/butter-of-the-machine-{os.getpid()}")
+    program = (
+        f"import os\nprint(sorted(name for name in os.listdir('/dev/shm') if {str(os.getpid())!r} in name))\n"
+        f"open(f'/dev/shm/of-{{os.uname().nodename}}-{os.getpid()}', 'w').close()"
+    )
+    seen = []
+    ours.touch()
+    try:
+        for node in ("n1", "n2", "n1"):
+            result = slurm.run_job(1, program, pmi="none", options=["--nodelist", node])
+            assert result.rc == 0, result.text
+            seen.append(result.rank_out[0].strip())
+    finally:
+        ours.unlink()
+    assert seen == ["[]", "[]", f"['of-n1-{os.getpid()}']"]
