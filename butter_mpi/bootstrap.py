@@ -32,7 +32,9 @@ from butter_mpi.nccl_setup import prepare
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.nccl import NcclPlane
+from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
+from butter_mpi.sentinel.client import Offer, Sentinel
 from butter_mpi.settings import FaultPolicy, Settings
 
 __all__ = ["abort_job", "init", "start_deadline"]
@@ -273,24 +275,68 @@ class _Start:
 
     def _connect(self, record: dict[str, Any]) -> Communicator:
         control = Control(duplicate(self._comm, self._mpi, self._watch), self._mpi)
+        sentinel = self._sentinel(control)
         try:
-            report = _passed(compare(control, record, self._watch))
-            data = duplicate(self._comm, self._mpi, self._watch)
-            reserve = duplicate(self._comm, self._mpi, self._watch)
+            return self._connect_watched(record, control, sentinel)
+        except BaseException:
+            if sentinel is not None:
+                sentinel.leave()
+            raise
+
+    def _connect_watched(self, record: dict[str, Any], control: Control, sentinel: Sentinel | None) -> Communicator:
+        look = sentinel.look_at_start if sentinel else lambda: None
+        try:
+            report = _passed(compare(control, record, self._watch, look))
+            data = duplicate(self._comm, self._mpi, self._watch, look)
+            reserve = duplicate(self._comm, self._mpi, self._watch, look)
         except PreflightError:
             # Every rank is here with the same error, and nothing is under way: the duplicate can go.
             control.free()
             raise
-        options = {"start_deadline": self._settings.start_deadline, **self._options()}
+        options = {
+            "start_deadline": self._settings.start_deadline,
+            "sentinel": sentinel,
+            "on_verdict": self._verdict,
+            **self._options(),
+        }
+        plane: PeerPlane
         if report.plane == "host":
-            return self._made(HostPlane((control, data, reserve), self._mpi, **options), report, record)
-        plane = self._nccl((control, data, reserve), record, options)
+            plane = HostPlane((control, data, reserve), self._mpi, **options)
+        else:
+            plane = self._started((control, data, reserve), record, options)
+        if sentinel is not None:
+            sentinel.wait_until_ready(self._watch)
+        plane.listen_to_watcher()
+        return self._made(plane, report, record)
+
+    def _started(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:
+        plane = self._nccl(comms, record, options)
         try:
             plane.start(self._watch)
         except BaseException:
             plane.close("not started")
             raise
-        return self._made(plane, report, record)
+        return plane
+
+    def _sentinel(self, control: Control) -> Sentinel | None:
+        """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
+        settings = self._settings
+        offer = Offer(settings.watch)
+        every = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers")
+        if any(json.loads(one)["watch"] == "off" for one in every):
+            # Where they differ, preflight says so.
+            offer.close()
+            return None
+        return Sentinel(
+            offer,
+            every,
+            self._comm.rank,
+            who=self._who,
+            deadline=settings.collective_deadline,
+            start_deadline=settings.start_deadline,
+            frozen=settings.watch == "on",
+            file=settings.verdict_file,
+        )
 
     def _nccl(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:
         """Return the plane; preflight has opened the library and found the device on every rank."""
@@ -320,6 +366,15 @@ class _Start:
             say(f"{self._who}: ending the job (action abort)")
             abort_job(1)
 
+    def _verdict(self, plane: Plane) -> None:
+        """Do what the policy says, in the thread that listens to the watcher, which must not call MPI."""
+        ENDING.broken(plane)
+        cause = plane.health.cause
+        if self._settings.action == "abort" and cause is not None:
+            say(cause.message)
+            say(f"{self._who}: ending this process, and with it the job (action abort)")
+            ENDING.end_process(1)
+
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
         ENDING.watch(plane)
         if self._comm.size == self._mpi.COMM_WORLD.size:
@@ -336,13 +391,15 @@ class _Start:
         )
 
 
-def compare(control: Control, record: dict[str, Any], watch: Watch) -> preflight.PreflightReport:
+def compare(
+    control: Control, record: dict[str, Any], watch: Watch, look: Callable[[], None] = lambda: None
+) -> preflight.PreflightReport:
     """Exchange fixed-size digests, full records only where those differ; the same report on every rank."""
-    digests = control.all_gather(preflight.digest(record), watch, "comparing preflight digests")
+    digests = control.all_gather(preflight.digest(record), watch, "comparing preflight digests", look)
     if not preflight.needs_full(digests):
         return preflight.report_from_digests(digests, record)
     payload = json.dumps(preflight.complete(record, digests)).encode()
-    records = control.all_gather_any(payload, watch, "comparing preflight records")
+    records = control.all_gather_any(payload, watch, "comparing preflight records", look)
     return preflight.judge([json.loads(x) for x in records])
 
 

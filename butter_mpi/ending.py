@@ -182,6 +182,13 @@ class Ending:
         os._exit(status)
 
 
+    def end_process(self, status: int) -> NoReturn:
+        """End this process at once, without MPI: from any thread. Launchers end the job when a rank fails."""
+        with contextlib.suppress(Exception):
+            _unlink_mapped(_SEGMENTS)
+        os._exit(status)
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["CHECKS", "PLANES", "TRANSPORTS", "FaultPolicy", "Settings", "shown"]
+__all__ = ["CHECKS", "PLANES", "TRANSPORTS", "WATCHES", "FaultPolicy", "Settings", "shown"]
 
 PLANES = ("auto", "nccl", "host")
 CHECKS = ("light", "strict")
+WATCHES = ("on", "debugger", "off")
 TRANSPORTS = ("P2P", "SHM", "NET/IB", "NET/Socket")
 _LONGEST_SHOWN = 120
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -60,6 +61,12 @@ def _flag(name: str, value: Any) -> bool:
     raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE)}; got {shown(value)}")
 
 
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{name} must be a path; got {shown(value)}")
+    return value
+
+
 def _transport(name: str, value: Any) -> str | None:
     return None if value is None else _choice(name, value, TRANSPORTS)
 
@@ -76,6 +83,13 @@ class FaultPolicy:
         Seconds that an operation waits for the other ranks, 10 to 300. A wait is reported from 5 s on.
     action : {"raise", "abort"}, default "raise"
         What a poisoned communicator does: raise in the caller, or end the job with ``MPI_Abort``.
+    watch : {"on", "debugger", "off"}, default "on"
+        Whether a process a node, outside the ranks, watches them and tells each within moments which one died, is
+        stopped or differs. ``debugger``: ranks that are stopped are not judged. ``off``: such faults are found at the
+        deadline, or by the launcher.
+    verdict_file : str, default ""
+        A file to which the watcher of each node appends what broke, and what each rank had submitted last, as one line
+        of JSON; empty: none.
 
     Raises
     ------
@@ -86,6 +100,8 @@ class FaultPolicy:
     start_deadline: float = 60.0
     collective_deadline: float = 120.0
     action: str = "raise"
+    watch: str = "on"
+    verdict_file: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "start_deadline", _number("start_deadline", self.start_deadline, 1, 3600))
@@ -93,6 +109,8 @@ class FaultPolicy:
             self, "collective_deadline", _number("collective_deadline", self.collective_deadline, 10, 300)
         )
         _choice("action", self.action, ("raise", "abort"))
+        _choice("watch", self.watch, WATCHES)
+        _path("verdict_file", self.verdict_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +128,8 @@ class Settings:
     start_deadline: float = 60.0
     collective_deadline: float = 120.0
     action: str = "raise"
+    watch: str = "on"
+    verdict_file: str = ""
 
     @classmethod
     def resolve(cls, env: Mapping[str, str], fault: FaultPolicy | None = None, **arguments: Any) -> Settings:
@@ -148,6 +168,8 @@ class Settings:
             "start_deadline": lambda n, v: _number(n, v, 1, 3600),
             "collective_deadline": lambda n, v: _number(n, v, 10, 300),
             "action": lambda n, v: _choice(n, v, ("raise", "abort")),
+            "watch": lambda n, v: _choice(n, v, WATCHES),
+            "verdict_file": _path,
         }
         prefix = "BUTTER_MPI_"
         known = {prefix + f.name.upper() for f in fields(cls)}

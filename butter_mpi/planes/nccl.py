@@ -346,6 +346,10 @@ class NcclPlane(OnDevice, PeerPlane):
 
     # -- end and return ----------------------------------------------------------------------------------------------
 
+    @property
+    def _judged(self) -> bool:
+        return not self._strict
+
     def _stop(self) -> None:
         # Whoever closes what broke before has an error to tell, and others wait for that.
         self._close_seconds = self._close_seconds if self.health.closed else 0.0

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from butter_mpi.collectives import Operation
 from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.findings import ranks_text
 from butter_mpi.planes.base import Numbered, Plane
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.waiting import Waiting, error_from, notice_of
+from butter_mpi.sentinel.client import Sentinel
 
 __all__ = ["PeerPlane", "Task"]
 
@@ -48,16 +50,59 @@ class PeerPlane(Plane):
         ``mpi4py.MPI``.
     start_deadline : float
         Seconds that a reconnect may take.
+    sentinel : Sentinel, optional
+        This rank's end of the watcher.
+    on_verdict : callable
+        Called once with this plane when the watcher says that it broke, in the thread that listens to it.
     **options
         Of ``Plane``.
     """
 
-    def __init__(self, comms: tuple[Control, Any, Any], mpi: Any, *, start_deadline: float, **options: Any) -> None:
+    def __init__(
+        self,
+        comms: tuple[Control, Any, Any],
+        mpi: Any,
+        *,
+        start_deadline: float,
+        sentinel: Sentinel | None = None,
+        on_verdict: Callable[[Plane], None] = lambda _plane: None,
+        **options: Any,
+    ) -> None:
         self._control, self._data, self._reserve = comms
+        self._sentinel, self._on_verdict = sentinel, on_verdict
         self._mpi, self._start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._transport_errors = (mpi.Exception,)
         sweep()
+
+    # -- the watcher -------------------------------------------------------------------------------------------------
+
+    @property
+    def _judged(self) -> bool:
+        """Whether the watcher compares what ranks submit: where they do not compare it themselves."""
+        return False
+
+    def _record(self, operation: Operation, number: int) -> None:
+        if self._sentinel is not None:
+            self._sentinel.recorder.write(operation, number)
+
+    def listen_to_watcher(self) -> None:
+        """Take the watcher's verdicts from now on; one that has come, at once."""
+        if self._sentinel is not None:
+            self._sentinel.deliver_to(self._hear, self._judged)
+
+    def _hear(self, notice: Mapping[str, Any]) -> None:
+        """Take a verdict, in the thread that listens: it calls no MPI, and waits for nothing."""
+        flight = self._flight
+        here = {} if flight is None else {"n": flight["n"], "operation": flight["kind"], "phase": "collective"}
+        facts = {"phase": "idle", **{name: value for name, value in notice.items() if value or name == "lost"}, **here}
+        cause = error_from(self.who, notice.get("by", -1), facts)
+        if not self.health.closed and self.health.poison(cause):
+            self._stop_from_outside()
+            self._on_verdict(self)
+
+    def _stop_from_outside(self) -> None:
+        """Stop what is under way, while another thread may be in a call on it."""
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
@@ -135,6 +180,8 @@ class PeerPlane(Plane):
     def _announce(self, cause: CommunicatorBrokenError) -> None:
         if self._control.broken is not None:
             return
+        if self._sentinel is not None:
+            self._sentinel.tell(notice_of(cause))
         # Best effort: a rank that MPI cannot reach any more needs no notice.
         with contextlib.suppress(self._mpi.Exception):
             self._control.send(self._control.peers, "broken", notice_of(cause))
@@ -164,6 +211,8 @@ class PeerPlane(Plane):
             for peer in self._control.peers
         }
         self._retire("left", {peer: {"why": why, "n": self.sequence, **came[peer]} for peer in came})
+        if self._sentinel is not None:
+            self._sentinel.leave()
 
     def _left_out(self, record: dict[str, Any], peer: int | None) -> list[int]:
         """Return the peers that have left for good without having come to an operation."""
@@ -207,6 +256,8 @@ class PeerPlane(Plane):
         self.sequence = max(sequence for sequence, _ in numbers)
         self._pairs.clear()
         self._pairs_from = max(pair for _, pair in numbers)
+        if self._sentinel is not None:
+            self._sentinel.resume(self.sequence)
 
     def _everybody_there(self) -> None:
         """Raise where a rank has left for good: nobody can reconnect without it."""

@@ -1,0 +1,236 @@
+"""The record of what a rank submits: bounded rings in a memory file that outlives the rank.
+
+The file has no name (``memfd_create``), so nothing can collide and nothing is left behind; the watcher of the node holds
+its descriptor too. The rank writes, the watcher reads, and writes one word, its heartbeat. Nothing is locked: a record's
+number is cleared first and stored last, so a reader that finds the same number before and after has read a whole
+record, and nobody is accused on one reading.
+
+Collectives are in one ring, number ``n`` in slot ``n % COLLECTIVES``; sends and receives in another, by position. Each
+collective carries a hash of all signatures up to it: two ranks agree up to ``n`` exactly if their hashes at ``n`` agree,
+however much the rings have lost meanwhile.
+
+The watcher imports this without the rest of the package: the standard library only, and little of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from butter_mpi.collectives import Operation
+
+__all__ = ["COLLECTIVES", "DTYPES", "KINDS", "OPS", "PAIRS", "SIZE", "Entry", "Reader", "Recorder"]
+
+COLLECTIVES, PAIRS, SITES = 4096, 1024, 256
+_HEADER, _RECORD, _TEXT = 64, 64, 256
+_PAIRS_AT = _HEADER + COLLECTIVES * _RECORD
+_SITES_AT = _PAIRS_AT + PAIRS * _RECORD
+SIZE = _SITES_AT + SITES * _TEXT
+
+# By number, as NCCL counts them; a test holds these against the enums.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "recv")
+DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 float8_e4m3fn float8_e5m2".split()
+OPS = ("sum", "prod", "max", "min", "avg")
+
+_NONE = 0xFF
+_NO_ROOT = 0xFFFFFFFF
+_MASK = 2**64 - 1
+_ODD = 0x9E3779B97F4A7C15
+_WORD = struct.Struct("=Q")
+# time ns, chain (or peer and number), signature, count, site, bound ms, stream, number
+_WHOLE = struct.Struct("=8Q").pack_into
+_SITE = struct.Struct(f"=QH{_TEXT - 10}s")
+_BEAT, _POSITION = 0, 8
+
+
+class Entry(NamedTuple):
+    """One submission as the watcher reads it."""
+
+    number: int
+    time: float
+    chain: int
+    signature: int
+    count: int
+    site: str
+    bound: float
+    stream: int
+
+    @property
+    def kind(self) -> str:
+        """The operation."""
+        return _name(KINDS, self.signature & 0xFF)
+
+    def text(self) -> str:
+        """Return it as people read it, as ``collectives.describe`` writes it."""
+        facts = f"{_name(DTYPES, self.signature >> 8 & 0xFF)} x {self.count}"
+        op, root = self.signature >> 16 & 0xFF, self.signature >> 32
+        facts += f", {_name(OPS, op)}" if op != _NONE else ""
+        facts += f", root {root}" if root != _NO_ROOT else ""
+        return f"{self.kind} #{self.number} ({facts}) at {self.site}"
+
+
+def _name(names: Any, index: int) -> str:
+    return str(names[index]) if index < len(names) else "?"
+
+
+class Recorder:
+    """The writing end, of one communicator of one rank.
+
+    Parameters
+    ----------
+    deadline : float
+        The collective deadline in seconds, which the watcher holds late ranks against.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.fd = os.memfd_create("butter_mpi-recorder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, SIZE)
+        # A file that shrank under the reader's feet would kill the reader with SIGBUS.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._map = mmap.mmap(self.fd, SIZE)
+        self._bound = max(1, int(deadline * 1000))
+        self._chain = self._position = 0
+        self._signatures: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[str, int] = {}
+        self._next_site = 0
+
+    def beat(self) -> int:
+        """Return the watcher's heartbeat in nanoseconds of the monotonic clock; 0: none yet."""
+        return int(_WORD.unpack_from(self._map, _BEAT)[0])
+
+    def write(self, operation: Operation, number: int) -> None:
+        """Write one submission.
+
+        Parameters
+        ----------
+        operation : Operation
+            What is submitted.
+        number : int
+            Its sequence number; of a send or receive, its number between the two ranks.
+        """
+        dtype, op, root, site, count = operation.dtype, operation.op, operation.root, operation.site, operation.count
+        what = operation.kind, dtype.nccl, None if op is None else op.nccl, root
+        signature = self._signatures.get(what)
+        if signature is None:
+            signature = self._signatures[what] = _signature(operation)
+        place = self._sites.get(site)
+        if place is None:
+            place = self._new_site(site)
+        if operation.peer is None:
+            self._chain = link = ((self._chain ^ signature ^ count << 7 ^ number << 40) * _ODD + 1) & _MASK
+            at, stamp = _HEADER + number % COLLECTIVES * _RECORD, number
+        else:
+            self._position = stamp = self._position + 1
+            link = operation.peer << 40 | number
+            at = _PAIRS_AT + stamp % PAIRS * _RECORD
+            _WORD.pack_into(self._map, _POSITION, stamp)
+        bound = 0 if operation.waits_for_ever else self._bound
+        # One call, which clears all words and then stores them in this order.
+        _WHOLE(self._map, at, time.monotonic_ns(), link, signature, count, place, bound, operation.stream, stamp)
+
+    def begin_at(self, sequence: int) -> None:
+        """Go on after `sequence`, which all ranks have agreed on: what came before is not compared any more."""
+        self._chain = sequence
+
+    def _new_site(self, text: str) -> int:
+        self._next_site += 1
+        if len(self._sites) >= SITES:
+            self._sites.clear()
+        self._sites[text] = self._next_site
+        raw = text.encode(errors="replace")[: _TEXT - 10]
+        _SITE.pack_into(self._map, _SITES_AT + self._next_site % SITES * _TEXT, self._next_site, len(raw), raw)
+        return self._next_site
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory stays as long as the watcher holds its own."""
+        os.close(self.fd)
+
+
+def _signature(operation: Operation) -> int:
+    op = _NONE if operation.op is None else operation.op.nccl
+    root = _NO_ROOT if operation.root is None else operation.root
+    return KINDS.index(operation.kind) | operation.dtype.nccl << 8 | op << 16 | root << 32
+
+
+class Reader:
+    """The watcher's end.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of the memory file; not kept.
+
+    Attributes
+    ----------
+    floor : int
+        The number that all ranks agreed to go on after; what came before counts no more.
+
+    Raises
+    ------
+    ValueError
+        It is no recorder of this layout.
+    """
+
+    def __init__(self, fd: int) -> None:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if os.fstat(fd).st_size != SIZE or not seals & fcntl.F_SEAL_SHRINK:
+            raise ValueError("not a recorder of this layout, or one that could shrink")
+        self._map = mmap.mmap(fd, SIZE)
+        self._words = memoryview(self._map).cast("Q")
+        self._last = 0
+        self.floor = 0
+
+    def beat(self) -> None:
+        """Tell the rank that its watcher runs."""
+        self._words[_BEAT] = time.monotonic_ns()
+
+    def head(self) -> int:
+        """Return the number of the newest collective; 0: none yet."""
+        slots = self._words[_HEADER // 8 + 7 : _PAIRS_AT // 8 : _RECORD // 8]
+        # All slots are looked through only if the one after the last known has changed.
+        if slots[(self._last + 1) % COLLECTIVES] > self._last or not self._last:
+            self._last = max(self._last, max(slots.tolist()))
+        return max(self._last, self.floor)
+
+    def collective(self, number: int) -> Entry | None:
+        """Return a collective, or ``None`` if it is not there: not yet, being written, or overwritten."""
+        return self._entry(_HEADER + number % COLLECTIVES * _RECORD, number) if number > self.floor else None
+
+    def pair(self, position: int) -> tuple[int, Entry] | None:
+        """Return the peer and a send or receive by its position, or ``None`` if it is not there."""
+        entry = self._entry(_PAIRS_AT + position % PAIRS * _RECORD, position) if position > 0 else None
+        if entry is None:
+            return None
+        return entry.chain >> 40, entry._replace(number=entry.chain & 0xFFFFFFFFFF)
+
+    def pairs(self) -> int:
+        """Return the position of the newest send or receive; 0: none yet."""
+        return int(self._words[_POSITION // 8])
+
+    def oldest(self) -> int:
+        """Return the number of the oldest collective that is not in danger of being overwritten while it is read."""
+        return max(1, self.head() - COLLECTIVES * 7 // 8)
+
+    def newest(self, most: int) -> list[Entry]:
+        """Return up to `most` of the newest submissions of both rings, oldest first."""
+        head, position = self.head(), self.pairs()
+        found = [self.collective(number) for number in range(max(1, head - most + 1), head + 1)]
+        found += [pair and pair[1] for pair in map(self.pair, range(max(1, position - most + 1), position + 1))]
+        return sorted(filter(None, found), key=lambda entry: entry.time)[-most:]
+
+    def _entry(self, at: int, number: int) -> Entry | None:
+        first = at // 8
+        before = self._words[first + 7]
+        when, chain, signature, count, site, bound, stream = self._words[first : first + 7].tolist()
+        if not before == self._words[first + 7] == number:
+            return None
+        return Entry(number, when / 1e9, chain, signature, count, self._site(site), bound / 1e3, stream)
+
+    def _site(self, number: int) -> str:
+        stored, length, raw = _SITE.unpack_from(self._map, _SITES_AT + number % SITES * _TEXT)
+        return raw[:length].decode(errors="replace") if stored == number else "?"

@@ -1,0 +1,319 @@
+"""A rank's end of the watcher: start it, join it, hear what it says, tell it what broke, leave.
+
+The listening thread never calls MPI. It hands what it hears to the plane, or keeps it until there is one.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from butter_mpi.control import Pause, Watch
+from butter_mpi.errors import StartError
+from butter_mpi.recorder import Recorder
+from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.process import Process
+
+__all__ = ["Offer", "Sentinel", "node_key"]
+
+_LOG = logging.getLogger("butter_mpi")
+_STALE = 4.0
+_STARVED = 30.0
+_LISTEN_SECONDS = 0.5
+_SPAWN_SECONDS = 10.0
+_SECRET_BYTES = 16
+_OFF = "set watch='off' (BUTTER_MPI_WATCH=off) to run without one: lost ranks are then found at deadlines only"
+
+
+def node_key() -> str:
+    """Return what ranks that one watcher can see have in common: kernel, PID namespace, network namespace, user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net")]
+    return " ".join([socket.gethostname(), boot, *spaces, str(os.getuid())])
+
+
+_OPEN: weakref.WeakSet[Sentinel] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for one in list(_OPEN):
+        one.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class Offer:
+    """A listening socket, open before ranks agree on whose watcher serves the node: whoever connects early waits in it.
+
+    The socket is abstract: it has no file, and is gone with its last holder.
+
+    Parameters
+    ----------
+    watch : str
+        The setting, which every rank must know: if one is without a watcher, all are.
+    """
+
+    def __init__(self, watch: str) -> None:
+        self.watch = watch
+        self.secret = secrets.token_hex(_SECRET_BYTES)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self.socket.bind(_address(self.secret))
+        self.socket.listen(4096)
+
+    def payload(self) -> bytes:
+        """Return what every rank must know."""
+        return json.dumps({"node": node_key(), "secret": self.secret, "watch": self.watch}).encode()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.socket.close()
+
+
+def _address(secret: str) -> str:
+    return f"\0butter_mpi-{secret[:_SECRET_BYTES]}"
+
+
+class Sentinel:
+    """This rank's end of its node's watcher.
+
+    Parameters
+    ----------
+    offer : Offer
+        This rank's own.
+    offers : list of bytes
+        Every rank's payload, in rank order.
+    rank : int
+        This rank.
+    who : str
+        This rank, for messages.
+    deadline, start_deadline : float
+        Seconds that a collective, and the start, may take.
+    frozen : bool
+        Whether stopped ranks are judged; not while a debugger stops them.
+    file : str
+        Where verdicts are appended; empty: nowhere.
+
+    Raises
+    ------
+    StartError
+        The watcher could not be started on this rank, or joined.
+    """
+
+    def __init__(
+        self,
+        offer: Offer,
+        offers: list[bytes],
+        rank: int,
+        *,
+        who: str,
+        deadline: float,
+        start_deadline: float,
+        frozen: bool,
+        file: str,
+    ) -> None:
+        self._who, self._rank = who, rank
+        self._notice: dict[str, Any] | None = None
+        self._on_notice: Callable[[Mapping[str, Any]], None] | None = None
+        self._ready = threading.Event()
+        self._lock = threading.Lock()
+        self._left = False
+        self._pid = os.getpid()
+        self._watcher = 0
+        self.recorder = Recorder(deadline)
+        said = [json.loads(one) for one in offers]
+        here = [number for number, one in enumerate(said) if one["node"] == said[rank]["node"]]
+        self._starter: subprocess.Popen[bytes] | None = None
+        secret = said[here[0]]["secret"]
+        try:
+            if here[0] == rank:
+                self._start(offer, here, len(offers), start_deadline, frozen, file)
+            self._join(secret)
+        except OSError as error:
+            raise StartError(
+                f"{who}: start: the watcher of this node cannot be {'started' if here[0] == rank else 'reached'}: "
+                f"{error.strerror or error}; {_OFF}",
+                phase="watcher",
+            ) from None
+        finally:
+            offer.close()
+        _OPEN.add(self)
+        threading.Thread(target=self._listen, name="butter_mpi sentinel", daemon=True).start()
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def _start(self, offer: Offer, ranks: list[int], size: int, start: float, frozen: bool, file: str) -> None:
+        """Start the watcher; it takes over the listening socket, and detaches itself."""
+        config = {
+            "listener": offer.socket.fileno(),
+            "secret": offer.secret,
+            "ranks": ranks,
+            "size": size,
+            "host": socket.gethostname(),
+            "start": start,
+            "leader": os.getpid(),
+            "frozen": frozen,
+            "file": os.path.abspath(file) if file else "",
+        }
+        if not sys.executable:
+            raise OSError("this program has no Python interpreter of its own (sys.executable)")
+        script = Path(__file__).with_name("__main__.py")
+        self._starter = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-s", "-B", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[config["listener"]],
+        )
+        assert self._starter.stdin is not None
+        # Far less than a pipe holds, so nothing waits here.
+        with self._starter.stdin as pipe:
+            pipe.write(json.dumps(config).encode())
+
+    def _join(self, secret: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket.connect(_address(secret))
+        hello = messages.pack("hello", rank=self._rank, secret=secret)
+        fds = array.array("i", [self.recorder.fd])
+        self._socket.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+
+    def wait_until_ready(self, watch: Watch) -> None:
+        """Wait until the watcher has met every rank of this node.
+
+        Raises
+        ------
+        StartError
+            It ended, or has not come by then.
+        """
+        pause = Pause()
+        while not self._ready.is_set():
+            self.look_at_start()
+            if watch.tick():
+                raise StartError(f"{self._who}: start: the watcher of this node did not come; {_OFF}", phase="watcher")
+            pause()
+        if self._starter is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._starter.wait(_SPAWN_SECONDS)
+
+    def look_at_start(self) -> None:
+        """Raise what the watcher has said, while there is no plane yet that could."""
+        if self._notice is not None:
+            raise StartError(f"{self._who}: start: {self._notice['text']}", phase="watched start")
+
+    def deliver_to(self, on_notice: Callable[[Mapping[str, Any]], None], judged: bool) -> None:
+        """Hand verdicts to `on_notice` from now on, in the listening thread; one that has come, at once.
+
+        `judged`: the watcher compares what this rank submits, as ranks do not compare it themselves.
+        """
+        if judged:
+            messages.send(self._socket, "judge")
+        with self._lock:
+            self._on_notice, notice = on_notice, self._notice
+        if notice is not None:
+            on_notice(notice)
+
+    # -- listening ---------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            self._hear_all()
+        finally:
+            _OPEN.discard(self)
+            self._socket.close()
+            self.recorder.close()
+
+    def _hear_all(self) -> None:
+        poll, stale, beat = select.poll(), Watch(_STALE), 0
+        poll.register(self._socket, select.POLLIN)
+        while not self._left:
+            if poll.poll(_LISTEN_SECONDS * 1000):
+                message = messages.receive(self._socket)
+                if message is None:
+                    if not self._left:
+                        self._take(_lost_watcher("has ended (killed?)"))
+                    return
+                self._hear(message)
+            if self.recorder.beat() != beat:
+                beat, stale = self.recorder.beat(), Watch(_STALE)
+            elif stale.tick() and self._watcher and (self._watcher_stopped() or stale.elapsed >= _STARVED):
+                self._take(_lost_watcher(f"has not looked for {stale.elapsed:.1f} s (stopped?)"))
+                return
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "ready":
+            self._watcher = message["pid"]
+            self._ready.set()
+        elif message["kind"] == "notice":
+            self._take(message["notice"])
+        elif message["kind"] == "warning":
+            _LOG.warning("%s: %s", self._who, message["text"])
+
+    def _watcher_stopped(self) -> bool:
+        try:
+            watcher = Process(self._watcher)
+        except OSError:
+            return True
+        try:
+            return watcher.state() == "stopped"
+        finally:
+            watcher.close()
+
+    def _take(self, notice: dict[str, Any]) -> None:
+        with self._lock:
+            if self._notice is not None:
+                return
+            self._notice, on_notice = notice, self._on_notice
+        if on_notice is not None:
+            on_notice(notice)
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def tell(self, notice: Mapping[str, Any]) -> None:
+        """Tell every other rank what broke here."""
+        if not self._left:
+            messages.send(self._socket, "broken", notice=dict(notice))
+
+    def resume(self, sequence: int) -> None:
+        """Go on after a failure that all ranks survived."""
+        with self._lock:
+            self._notice = None
+        self.recorder.begin_at(sequence)
+        messages.send(self._socket, "resume", sequence=sequence)
+
+    def leave(self) -> None:
+        """Say goodbye: the end of this process is no fault any more."""
+        if not self._left:
+            self._left = True
+            messages.send(self._socket, "bye")
+            # Wakes the listening thread, which closes what it listens to.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Let go, in a forked child: it is no rank."""
+        self._left = True
+        self._socket.close()
+
+
+def _lost_watcher(how: str) -> dict[str, Any]:
+    return {
+        "error": "PeerLostError",
+        "text": f"the watcher of this node {how}: other ranks are no longer seen, so nothing more is taken",
+        "lost": [],
+        "phase": "watcher",
+        "here": True,
+    }

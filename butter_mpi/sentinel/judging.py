@@ -1,0 +1,133 @@
+"""Who differs, who is late, who is frozen: judged by what the watcher sees of the ranks of its node.
+
+Pure: times and readers are handed in, verdicts come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from butter_mpi.recorder import Entry, Reader
+
+__all__ = ["Late", "Verdict", "Waiting", "first_difference", "mismatch", "ranks_text"]
+
+FIRST_WARNING = 5.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong, for every living rank.
+
+    ``error`` is the class that ranks raise, ``lost`` the ranks that are to blame.
+    """
+
+    error: str
+    lost: tuple[int, ...]
+    text: str
+    n: int | None = None
+    operation: str = ""
+    records: Mapping[int, str] = field(default_factory=dict)
+    elapsed: float = 0.0
+    phase: str = ""
+
+    def notice(self) -> dict[str, Any]:
+        """Return it as ranks tell one another their first cause."""
+        return {
+            "error": self.error,
+            "lost": list(self.lost),
+            "text": self.text,
+            "n": self.n,
+            "operation": self.operation,
+            "phase": self.phase,
+            "elapsed": self.elapsed,
+            "records": {str(rank): text for rank, text in self.records.items()},
+            "here": True,
+        }
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 1, 3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
+    """Return what each rank submitted at the first number at which not all submitted the same, if there is one.
+
+    The hash at the lowest position of all says whether there is a difference; only then records are read one by one.
+    """
+    low = min(reader.head() for reader in readers.values())
+    at_low = {rank: reader.collective(low) for rank, reader in readers.items()}
+    if low == 0 or None in at_low.values() or len({entry.chain for entry in at_low.values() if entry}) == 1:
+        return None
+    first, last = max(reader.oldest() for reader in readers.values()), low
+    found: dict[int, Entry] = {rank: entry for rank, entry in at_low.items() if entry}
+    # Hashes differ from the first difference on: halve the range.
+    while first <= last:
+        middle = (first + last) // 2
+        entries = {rank: entry for rank, reader in readers.items() if (entry := reader.collective(middle))}
+        if len(entries) < len(readers) or len({entry.chain for entry in entries.values()}) == 1:
+            first = middle + 1
+        else:
+            found, last = entries, middle - 1
+    return found
+
+
+def mismatch(found: Mapping[int, Entry]) -> Verdict:
+    """Return the verdict on records that differ."""
+    records = {rank: entry.text() for rank, entry in sorted(found.items())}
+    groups: dict[str, list[int]] = {}
+    for rank, text in records.items():
+        groups.setdefault(text, []).append(rank)
+    number = next(iter(found.values())).number
+    lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in groups.items())
+    return Verdict(
+        "CollectiveMismatchError",
+        (),
+        f"ranks submitted different operations as number {number}. Every rank must submit the same operations in the "
+        f"same order\n{lines}",
+        n=number,
+        operation=next(iter(found.values())).kind,
+        records=records,
+        phase="collective",
+    )
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Some ranks wait in ``entry`` for the ``absent`` ones, for ``seconds`` now; ``warn``: it is time to say so."""
+
+    entry: Entry
+    absent: tuple[int, ...]
+    seconds: float
+    warn: bool
+
+    @property
+    def over(self) -> bool:
+        """Whether the deadline of the operation is over; one that may wait for ever has none."""
+        return bool(self.entry.bound) and self.seconds >= self.entry.bound
+
+
+class Late:
+    """How long the first of the ranks wait for the last; the caller says how much time counts."""
+
+    def __init__(self) -> None:
+        self._low, self._waited, self._warn_at = 0, 0.0, FIRST_WARNING
+
+    def look(self, readers: Mapping[int, Reader], passed: float) -> Waiting | None:
+        """Return who waits for whom after `passed` more seconds; ``None``: nobody."""
+        heads = {rank: reader.head() for rank, reader in readers.items()}
+        low, high = min(heads.values()), max(heads.values())
+        if low != self._low or low == high:
+            self._low, self._waited, self._warn_at = low, 0.0, FIRST_WARNING
+            return None
+        self._waited += passed
+        waiting = (reader.collective(low + 1) for rank, reader in readers.items() if heads[rank] > low)
+        entry = next((entry for entry in waiting if entry), None)
+        if entry is None:
+            return None
+        warn = bool(entry.bound) and self._waited >= self._warn_at
+        if warn:
+            self._warn_at *= 2
+        return Waiting(entry, tuple(rank for rank, head in heads.items() if head == low), self._waited, warn)

@@ -1,0 +1,375 @@
+"""The watcher's process: an event loop over the ranks of one node.
+
+It sees a death by the process handle (a socket's end is no sign: a forked child may hold it) or by the process flags; a
+stopped rank by its process state; what ranks submitted in their recorders. What it finds goes to the standard error of a
+rank that lives, since launchers end the others within milliseconds, then to every rank, then to the verdict file. It
+ends with its last rank.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from butter_mpi.recorder import Reader
+from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.judging import Late, Verdict, Waiting, first_difference, mismatch, ranks_text
+from butter_mpi.sentinel.process import Process
+
+__all__ = ["Watcher", "main"]
+
+_TICK = 0.1
+_SOON = 0.02
+_LONGEST_PASSED = 0.5
+_FROZEN = 4.0
+_SHOWN = 8
+# What a rank that closes has submitted is in its recorder by then; it may be read before.
+_LEFT_GRACE = 0.2
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Return the process and user at the other end."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+class Rank:
+    """What is known of one rank."""
+
+    def __init__(self, sock: socket.socket, number: int, reader: Reader) -> None:
+        self.sock, self.number, self.reader = sock, number, reader
+        self.process = Process(_peer(sock)[0])
+        self.judged = self.left = self.gone = False
+        self.stopped = 0.0
+
+    def last(self) -> str:
+        """Return its last submission, for a message."""
+        newest = self.reader.newest(1)
+        return f"last submitted {newest[-1].text()}" if newest else "it had submitted nothing"
+
+
+class Watcher:
+    """The watcher.
+
+    Parameters
+    ----------
+    config : dict
+        ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node), ``size`` (of the job),
+        ``host``, ``start`` (seconds in which ranks must come), ``leader`` (process that started this one), ``frozen``
+        (whether stopped ranks are judged) and ``file`` (for verdicts; empty: none).
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._expected = set(config["ranks"])
+        self._ranks: dict[int, Rank] = {}
+        self._poll = select.epoll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._verdict: Verdict | None = None
+        self._late = Late()
+        self._suspect = 0
+        self._due = 0.0
+        self._looked = time.monotonic()
+        self._leader = Process(config["leader"])
+        self._start_left = float(config["start"])
+        listener = socket.socket(fileno=config["listener"])
+        listener.setblocking(False)
+        self._watch(listener.fileno(), lambda: self._accept(listener))
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, handler: Callable[[], None]) -> None:
+        self._handlers[fd] = handler
+        self._poll.register(fd, select.EPOLLIN)
+
+    def _forget(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def run(self) -> None:
+        """Serve until the last rank has left or is gone."""
+        while not self._over():
+            for fd, _ in self._poll.poll(max(0.0, self._due - time.monotonic())):
+                if fd in self._handlers:
+                    self._handlers[fd]()
+            now = time.monotonic()
+            if now >= self._due:
+                # Time in which this process itself did not run proves nothing about others.
+                passed, self._looked, self._due = min(now - self._looked, _LONGEST_PASSED), now, now + _TICK
+                self._look(passed)
+
+    def _over(self) -> bool:
+        if any(not (rank.left or rank.gone) for rank in self._ranks.values()):
+            return False
+        return (
+            self._ranks.keys() == self._expected or self._start_left <= 0 or self._leader.state() in ("gone", "dying")
+        )
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            if _peer(sock)[1] != os.getuid():
+                sock.close()
+                return
+            self._watch(sock.fileno(), lambda: self._hello(sock))
+
+    def _hello(self, sock: socket.socket) -> None:
+        """Take a rank's first message, with the descriptor of its recorder; a stranger's ends the connection."""
+        self._forget(sock.fileno())
+        try:
+            data, ancillary, _, _ = sock.recvmsg(messages.LIMIT, socket.CMSG_SPACE(4 * 4))
+            fds = [
+                fd
+                for level, kind, raw in ancillary
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+                for fd in array.array("i", raw[: len(raw) // 4 * 4])
+            ]
+        except OSError:
+            sock.close()
+            return
+        try:
+            rank = self._introduced(sock, messages.unpack(data), fds)
+        except OSError as error:
+            text = f"the watcher of this node cannot see this process ({error.strerror}): another PID namespace?"
+            messages.send(sock, "notice", notice=Verdict("PeerLostError", (), text, phase="watcher").notice())
+            sock.close()
+            return
+        except ValueError:
+            sock.close()
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._ranks[rank.number] = rank
+        self._watch(sock.fileno(), lambda: self._hear(rank))
+        self._watch(rank.process.pidfd, lambda: self._ended(rank))
+        if self._ranks.keys() == self._expected:
+            self._tell("ready", pid=os.getpid())
+        if self._verdict is not None:
+            messages.send(sock, "notice", notice=self._verdict.notice())
+
+    def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
+        if message["kind"] != "hello" or message["secret"] != self._config["secret"] or len(fds) != 1:
+            raise ValueError("a stranger")
+        number = message["rank"]
+        if number not in self._expected or number in self._ranks:
+            raise ValueError("no rank of this node, or one that is here already")
+        return Rank(sock, number, Reader(fds[0]))
+
+    def _hear(self, rank: Rank) -> None:
+        try:
+            message = messages.receive(rank.sock)
+        except BlockingIOError:
+            return
+        kind = "" if message is None else message["kind"]
+        if message is None:
+            # Its end, or garbage: the process handle tells whether it lives.
+            self._forget(rank.sock.fileno())
+            if rank.process.state() in ("gone", "dying"):
+                self._ended(rank)
+        elif kind == "bye":
+            rank.left = True
+            self._forget(rank.sock.fileno())
+            self._forget(rank.process.pidfd)
+        elif kind == "judge":
+            rank.judged = True
+        elif kind == "broken":
+            self._broken(rank, message["notice"])
+        elif kind == "resume":
+            self._resume(rank, message["sequence"])
+
+    def _ended(self, rank: Rank) -> None:
+        self._forget(rank.process.pidfd)
+        self._forget(rank.sock.fileno())
+        if not rank.left and not rank.gone:
+            rank.gone = True
+            self._blame(rank, rank.process.end())
+
+    # -- verdicts ----------------------------------------------------------------------------------------------------
+
+    def _who(self, rank: Rank) -> str:
+        return f"rank {rank.number}/{self._config['size']} on {self._config['host']} (process {rank.process.pid})"
+
+    def _blame(self, rank: Rank, how: str) -> None:
+        newest = rank.reader.newest(1)
+        self._judge(
+            Verdict(
+                "PeerLostError",
+                (rank.number,),
+                f"{self._who(rank)} {how}; {rank.last()}",
+                n=newest[-1].number if newest else None,
+                operation=newest[-1].kind if newest else "",
+            )
+        )
+
+    def _broken(self, rank: Rank, notice: dict[str, Any]) -> None:
+        """Take over what a rank says of its communicator: it broke."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            self._judge(
+                Verdict(
+                    str(notice["error"]),
+                    tuple(int(one) for one in notice["lost"]),
+                    str(notice["text"]),
+                    n=notice["n"],
+                    operation=str(notice["operation"]),
+                    records={int(one): str(text) for one, text in notice["records"].items()},
+                    elapsed=float(notice["elapsed"]),
+                    phase=str(notice["phase"]),
+                ),
+                said_by=rank,
+            )
+
+    def _judge(self, verdict: Verdict, said_by: Rank | None = None) -> None:
+        """Keep the first verdict, and say it: to people, to the ranks, to the file."""
+        if self._verdict is not None:
+            return
+        self._verdict = verdict
+        source = "seen by the watcher" if said_by is None else f"told by rank {said_by.number}"
+        self._cry(f"butter_mpi: {verdict.text} ({source})\n", said_by)
+        for rank in self._ranks.values():
+            if rank is not said_by and not (rank.left or rank.gone):
+                messages.send(rank.sock, "notice", notice={**verdict.notice(), "by": getattr(said_by, "number", -1)})
+        self._write(verdict)
+
+    def _cry(self, line: str, said_by: Rank | None) -> None:
+        """Write to the standard error of a rank that lives.
+
+        Opened at need: whoever holds a launcher's pipe, and is stopped, would keep the launcher from its end.
+        """
+        data = line.encode(errors="replace")
+        for rank in sorted(self._ranks.values(), key=lambda one: (one.gone, one is said_by)):
+            with contextlib.suppress(OSError):
+                fd = os.open(
+                    f"/proc/{rank.process.pid}/fd/2",
+                    os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC,
+                )
+                try:
+                    os.write(fd, data)
+                    return
+                finally:
+                    os.close(fd)
+
+    def _write(self, verdict: Verdict) -> None:
+        """Append the verdict, and what each rank submitted last, to the file that the user named."""
+        if not self._config["file"]:
+            return
+        line = {
+            "time": time.time(),
+            "host": self._config["host"],
+            "verdict": verdict.notice(),
+            "submitted": {
+                str(rank.number): [entry.text() for entry in rank.reader.newest(_SHOWN)]
+                for rank in self._ranks.values()
+            },
+        }
+        with contextlib.suppress(OSError), open(self._config["file"], "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        for rank in self._ranks.values():
+            messages.send(rank.sock, kind, **fields)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def _look(self, passed: float) -> None:
+        if self._ranks.keys() != self._expected:
+            self._start_left -= passed
+        living = [rank for rank in self._ranks.values() if not (rank.left or rank.gone)]
+        states = {rank.number: rank.process.state() for rank in living}
+        for rank in living:
+            rank.reader.beat()
+            if states[rank.number] in ("gone", "dying"):
+                self._ended(rank)
+        awake = any(state == "alive" for state in states.values())
+        # Where all are stopped, the whole job is suspended: nobody waits for anybody.
+        self._judge_stopped(living, states, passed if awake else 0.0)
+        if self._verdict is None and awake and self._ranks.keys() == self._expected:
+            self._judge_submissions(passed)
+
+    def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
+        for rank in living:
+            rank.stopped = rank.stopped + passed if states[rank.number] == "stopped" else 0.0
+            if rank.stopped >= _FROZEN and self._config["frozen"]:
+                self._blame(rank, f"is stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s")
+
+    def _judge_submissions(self, passed: float) -> None:
+        readers = {number: rank.reader for number, rank in self._ranks.items() if rank.judged}
+        if len(readers) < 2:
+            return
+        found = first_difference(readers)
+        if found is None:
+            self._suspect = 0
+            self._judge_late(readers, passed)
+            return
+        number = next(iter(found.values())).number
+        if number == self._suspect:
+            self._judge(mismatch(found))
+        # Nobody is accused on one reading.
+        self._suspect, self._due = number, time.monotonic() + _SOON
+
+    def _judge_late(self, readers: dict[int, Reader], passed: float) -> None:
+        waiting = self._late.look(readers, passed)
+        if waiting is None:
+            return
+        left = tuple(number for number in waiting.absent if self._ranks[number].left)
+        if left and waiting.seconds >= _LEFT_GRACE:
+            self._judge(self._overdue("PeerLostError", waiting, left, f"{ranks_text(left)}, which closed before it"))
+        elif waiting.over:
+            self._judge(
+                self._overdue("CollectiveTimeoutError", waiting, waiting.absent, f"{ranks_text(waiting.absent)}")
+            )
+        elif waiting.warn:
+            text = f"{waiting.entry.text()}: has waited {waiting.seconds:.0f} s for {self._positions(waiting.absent)}"
+            for rank in self._ranks.values():
+                if rank.number not in waiting.absent:
+                    messages.send(rank.sock, "warning", text=text)
+
+    def _positions(self, numbers: Sequence[int]) -> str:
+        return "; ".join(f"{self._who(self._ranks[number])}, {self._ranks[number].last()}" for number in numbers)
+
+    def _overdue(self, error: str, waiting: Waiting, absent: tuple[int, ...], whom: str) -> Verdict:
+        entry = waiting.entry
+        bound = f"{entry.bound:g} s" if entry.bound else "none"
+        return Verdict(
+            error,
+            absent,
+            f"{entry.text()}: no answer within {waiting.seconds:.1f} s (collective deadline: {bound}) from {whom}: "
+            f"{self._positions(absent)}",
+            n=entry.number,
+            operation=entry.kind,
+            elapsed=waiting.seconds,
+            phase="collective",
+        )
+
+    def _resume(self, rank: Rank, sequence: int) -> None:
+        """Let a rank go on after a failure that all survived, from a number that all agreed on."""
+        rank.reader.floor = sequence
+        if len({one.reader.floor for one in self._ranks.values() if not one.gone}) == 1:
+            self._verdict, self._late, self._suspect = None, Late(), 0
+
+
+def main() -> None:
+    """Detach from the rank that started this, then watch."""
+    config = json.load(sys.stdin)
+    # A launcher may have bound that rank, and so this process, to one core.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    # Nobody's child: no zombie, and nothing for the rank's own wait().
+    if os.fork():
+        os._exit(0)
+    os.chdir("/")
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
+        # Launchers and schedulers send them to whole jobs: this process ends with its last rank.
+        signal.signal(one, signal.SIG_IGN)
+    Watcher(config).run()
