@@ -147,7 +147,8 @@ class Recorder:
         return self._next_site
 
     def close(self) -> None:
-        """Give the descriptor back; the memory stays as long as the watcher holds its own."""
+        """Give the memory back; it stays as long as the watcher holds its own."""
+        self._map.close()
         os.close(self.fd)
 
 

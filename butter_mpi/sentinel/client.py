@@ -151,7 +151,8 @@ class Sentinel:
         finally:
             offer.close()
         _OPEN.add(self)
-        threading.Thread(target=self._listen, name="butter_mpi sentinel", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="butter_mpi sentinel", daemon=True)
+        self._thread.start()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -233,6 +234,7 @@ class Sentinel:
             self._hear_all()
         finally:
             _OPEN.discard(self)
+            self._on_notice = None
             self._socket.close()
             self.recorder.close()
 
@@ -302,6 +304,8 @@ class Sentinel:
             # Wakes the listening thread, which closes what it listens to.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_LISTEN_SECONDS)
 
     def forget(self) -> None:
         """Let go, in a forked child: it is no rank."""
