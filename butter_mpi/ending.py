@@ -181,7 +181,6 @@ class Ending:
                 self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
 
-
     def end_process(self, status: int) -> NoReturn:
         """End this process at once, without MPI: from any thread. Launchers end the job when a rank fails."""
         with contextlib.suppress(Exception):

@@ -1,13 +1,13 @@
 """The record of what a rank submits: bounded rings in a memory file that outlives the rank.
 
-The file has no name (``memfd_create``), so nothing can collide and nothing is left behind; the watcher of the node holds
-its descriptor too. The rank writes, the watcher reads, and writes one word, its heartbeat. Nothing is locked: a record's
-number is cleared first and stored last, so a reader that finds the same number before and after has read a whole
-record, and nobody is accused on one reading.
+The file has no name (``memfd_create``), so nothing can collide and nothing is left behind; the watcher of the node
+holds its descriptor too. The rank writes, the watcher reads, and writes one word, its heartbeat. Nothing is locked: a
+record's number is cleared first and stored last, so a reader that finds the same number before and after has read a
+whole record, and nobody is accused on one reading.
 
 Collectives are in one ring, number ``n`` in slot ``n % COLLECTIVES``; sends and receives in another, by position. Each
-collective carries a hash of all signatures up to it: two ranks agree up to ``n`` exactly if their hashes at ``n`` agree,
-however much the rings have lost meanwhile.
+collective carries a hash of all signatures up to it: two ranks agree up to ``n`` exactly if their hashes at ``n``
+agree, however much the rings have lost meanwhile.
 
 The watcher imports this without the rest of the package: the standard library only, and little of it.
 """
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
     time: float
     chain: int
     signature: int
-    count: int
+    elements: int
     site: str
     bound: float
     stream: int
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
 
     def text(self) -> str:
         """Return it as people read it, as ``collectives.describe`` writes it."""
-        facts = f"{_name(DTYPES, self.signature >> 8 & 0xFF)} x {self.count}"
+        facts = f"{_name(DTYPES, self.signature >> 8 & 0xFF)} x {self.elements}"
         op, root = self.signature >> 16 & 0xFF, self.signature >> 32
         facts += f", {_name(OPS, op)}" if op != _NONE else ""
         facts += f", root {root}" if root != _NO_ROOT else ""

@@ -1,9 +1,9 @@
 """The watcher's process: an event loop over the ranks of one node.
 
-It sees a death by the process handle (a socket's end is no sign: a forked child may hold it) or by the process flags; a
-stopped rank by its process state; what ranks submitted in their recorders. What it finds goes to the standard error of a
-rank that lives, since launchers end the others within milliseconds, then to every rank, then to the verdict file. It
-ends with its last rank.
+It sees a death by the process handle (a socket's end is no sign: a forked child may hold it) or by the process flags;
+a stopped rank by its process state; what ranks submitted in their recorders. What it finds goes to the standard error
+of a rank that lives, since launchers end the others within milliseconds, then to every rank, then to the verdict file.
+It ends with its last rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from butter_mpi.recorder import Reader
 from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.judging import Late, Verdict, Waiting, first_difference, mismatch, ranks_text
 from butter_mpi.sentinel.process import Process
 
@@ -242,23 +243,11 @@ class Watcher:
                 messages.send(rank.sock, "notice", notice={**verdict.notice(), "by": getattr(said_by, "number", -1)})
         self._write(verdict)
 
-    def _cry(self, line: str, said_by: Rank | None) -> None:
-        """Write to the standard error of a rank that lives.
-
-        Opened at need: whoever holds a launcher's pipe, and is stopped, would keep the launcher from its end.
-        """
-        data = line.encode(errors="replace")
+    def _cry(self, text: str, said_by: Rank | None) -> None:
+        """Say it on the standard error of a rank, of one that lives if there is one."""
         for rank in sorted(self._ranks.values(), key=lambda one: (one.gone, one is said_by)):
-            with contextlib.suppress(OSError):
-                fd = os.open(
-                    f"/proc/{rank.process.pid}/fd/2",
-                    os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC,
-                )
-                try:
-                    os.write(fd, data)
-                    return
-                finally:
-                    os.close(fd)
+            if cry(rank.process, text):
+                return
 
     def _write(self, verdict: Verdict) -> None:
         """Append the verdict, and what each rank submitted last, to the file that the user named."""
