@@ -62,6 +62,8 @@ def init(
     plan: Mapping[str, Any] | None = None,
     check: str | None = None,
     stream: Any = None,
+    watch: str | None = None,
+    verdict_file: str | None = None,
     fault: FaultPolicy | None = None,
 ) -> Communicator:
     """Start: compare every rank's facts over MPI, then make the communicator; or refuse, the same on every rank.
@@ -88,6 +90,12 @@ def init(
         The host plane always does.
     stream : CUDA stream, optional
         The ordered stream of ``Communicator.backend`` on the nccl plane; without it, a non-blocking one of its own.
+    watch : {"on", "debugger", "off"}, optional
+        Whether a process on each node, outside the ranks, watches them and tells every one within moments which died,
+        is stopped or differs. ``debugger``: ranks that are stopped are not judged. ``off``: such faults are found at
+        the collective deadline, or by the launcher.
+    verdict_file : str, optional
+        A file to which each node's watcher appends what broke, and what each rank submitted last, as a line of JSON.
     fault : FaultPolicy, optional
         Deadlines, and what a fault does.
 
@@ -125,6 +133,8 @@ def init(
         "require_transport": require_transport,
         "per_host_interfaces": per_host_interfaces,
         "check": check,
+        "watch": watch,
+        "verdict_file": verdict_file,
     }
     asked = _asked(arguments, plan, stream, fault, MPI, comm.size)
     ENDING.register(MPI)

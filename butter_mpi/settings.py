@@ -83,13 +83,6 @@ class FaultPolicy:
         Seconds that an operation waits for the other ranks, 10 to 300. A wait is reported from 5 s on.
     action : {"raise", "abort"}, default "raise"
         What a poisoned communicator does: raise in the caller, or end the job with ``MPI_Abort``.
-    watch : {"on", "debugger", "off"}, default "on"
-        Whether a process a node, outside the ranks, watches them and tells each within moments which one died, is
-        stopped or differs. ``debugger``: ranks that are stopped are not judged. ``off``: such faults are found at the
-        deadline, or by the launcher.
-    verdict_file : str, default ""
-        A file to which the watcher of each node appends what broke, and what each rank had submitted last, as one line
-        of JSON; empty: none.
 
     Raises
     ------
@@ -100,8 +93,6 @@ class FaultPolicy:
     start_deadline: float = 60.0
     collective_deadline: float = 120.0
     action: str = "raise"
-    watch: str = "on"
-    verdict_file: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "start_deadline", _number("start_deadline", self.start_deadline, 1, 3600))
@@ -109,8 +100,6 @@ class FaultPolicy:
             self, "collective_deadline", _number("collective_deadline", self.collective_deadline, 10, 300)
         )
         _choice("action", self.action, ("raise", "abort"))
-        _choice("watch", self.watch, WATCHES)
-        _path("verdict_file", self.verdict_file)
 
 
 @dataclass(frozen=True, slots=True)

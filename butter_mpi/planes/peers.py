@@ -14,6 +14,7 @@ from butter_mpi.collectives import Operation
 from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.findings import ranks_text
+from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Numbered, Plane
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.waiting import Waiting, error_from, notice_of
@@ -70,6 +71,7 @@ class PeerPlane(Plane):
     ) -> None:
         self._control, self._data, self._reserve = comms
         self._sentinel, self._on_verdict = sentinel, on_verdict
+        self._untold = False
         self._mpi, self._start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._transport_errors = (mpi.Exception,)
@@ -98,8 +100,27 @@ class PeerPlane(Plane):
         facts = {"phase": "idle", **{name: value for name, value in notice.items() if value or name == "lost"}, **here}
         cause = error_from(self.who, notice.get("by", -1), facts)
         if not self.health.closed and self.health.poison(cause):
+            self._untold = True
             self._stop_from_outside()
             self._on_verdict(self)
+
+    def _pass_on(self) -> None:
+        """Tell ranks that have another watcher what this one's has found, once a thread that may call MPI comes by."""
+        if not self._untold:
+            return
+        with LANE.tried() as held:
+            if held and self._untold and self.health.cause is not None and not self._ended():
+                self._untold = False
+                self._send_broken(self.health.cause)
+
+    def poison(self, cause: CommunicatorBrokenError) -> None:
+        """Refuse every later operation with the first cause; whoever does not know it yet is told."""
+        super().poison(cause)
+        self._pass_on()
+
+    def _check(self, what: str) -> None:
+        self._pass_on()
+        super()._check(what)
 
     def _stop_from_outside(self) -> None:
         """Stop what is under way, while another thread may be in a call on it."""
@@ -182,6 +203,9 @@ class PeerPlane(Plane):
             return
         if self._sentinel is not None:
             self._sentinel.tell(notice_of(cause))
+        self._send_broken(cause)
+
+    def _send_broken(self, cause: CommunicatorBrokenError) -> None:
         # Best effort: a rank that MPI cannot reach any more needs no notice.
         with contextlib.suppress(self._mpi.Exception):
             self._control.send(self._control.peers, "broken", notice_of(cause))
@@ -205,6 +229,7 @@ class PeerPlane(Plane):
             self.poison(error_from(self.who, *self._control.broken))
 
     def _release(self) -> None:
+        self._pass_on()
         why = f"closed its communicator after {self.last or 'no operation'}"
         came = {
             peer: {kind: self._pairs.get((peer, kind), self._pairs_from) for kind in ("send", "recv")}

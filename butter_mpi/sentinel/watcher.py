@@ -245,7 +245,7 @@ class Watcher:
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank, of one that lives if there is one."""
-        for rank in sorted(self._ranks.values(), key=lambda one: (one.gone, one is said_by)):
+        for rank in sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped > 0, one is said_by)):
             if cry(rank.process, text):
                 return
 
@@ -290,7 +290,7 @@ class Watcher:
         for rank in living:
             rank.stopped = rank.stopped + passed if states[rank.number] == "stopped" else 0.0
             if rank.stopped >= _FROZEN and self._config["frozen"]:
-                self._blame(rank, f"is stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s")
+                self._blame(rank, f"has been stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s")
 
     def _judge_submissions(self, passed: float) -> None:
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.judged}
