@@ -19,6 +19,8 @@ __all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "control_sig
 
 _INSIDE = ("butter_mpi.communicator", "butter_mpi.planes", "butter_mpi.lane", "contextlib")
 _LONGEST_SITE = 120
+_MOST_SITES = 4096
+_SITES: dict[tuple[str, int], str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +114,16 @@ def call_site() -> str:
         frame = frame.f_back
     if frame is None:
         return "?"
-    parts = frame.f_code.co_filename.rsplit(os.sep, 2)
-    return f"{os.sep.join(parts[-2:])}:{frame.f_lineno}"[-_LONGEST_SITE:]
+    place = frame.f_code.co_filename, frame.f_lineno
+    return _SITES.get(place) or _site(place)
+
+
+def _site(place: tuple[str, int]) -> str:
+    """Return a place as people read it, and keep it: loops come by again."""
+    if len(_SITES) >= _MOST_SITES:
+        _SITES.clear()
+    text = _SITES[place] = f"{os.sep.join(place[0].rsplit(os.sep, 2)[-2:])}:{place[1]}"[-_LONGEST_SITE:]
+    return text
 
 
 _PLAN_KEYS = ("operation", "count", "dtype", "op", "root")

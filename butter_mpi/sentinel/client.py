@@ -209,6 +209,10 @@ class Sentinel:
             if watch.tick():
                 raise StartError(f"{self._who}: start: the watcher of this node did not come; {_OFF}", phase="watcher")
             pause()
+        self._reap()
+
+    def _reap(self) -> None:
+        """Take leave of the process that started the watcher; it ends as soon as the watcher stands by itself."""
         if self._starter is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._starter.wait(_SPAWN_SECONDS)
@@ -308,6 +312,7 @@ class Sentinel:
             # Wakes the listening thread, which closes what it listens to.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+            self._reap()
             if threading.current_thread() is not self._thread:
                 self._thread.join(_LISTEN_SECONDS)
 
