@@ -15,6 +15,7 @@ from butter_mpi.collectives import RULES, Operation, call_site, control_signatur
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import ButterError, CommunicatorBrokenError, PeerLostError, text_of
 from butter_mpi.lane import LANE, Health
+from butter_mpi.planes.memory import Allocator, host_block
 
 __all__ = ["HOST_STREAM", "Numbered", "Plane"]
 
@@ -81,6 +82,7 @@ class Plane(ABC):
         self._handles: dict[int, Any] = {}
         self._next_handle = itertools.count(1)
         self._add_kernel = 0
+        self._memory = Allocator(who, self._allocate, self._free)
 
     # -- the one path ------------------------------------------------------------------------------------------------
 
@@ -416,13 +418,20 @@ class Plane(ABC):
     def _deregister(self, registered: Any) -> None:  # noqa: B027 - host memory was not registered anywhere
         """Give that back."""
 
-    @abstractmethod
     def symmetric_alloc(self, nbytes: int) -> int:
-        """Allocate."""
+        """Allocate aligned memory."""
+        return self._memory.alloc(nbytes)
 
-    @abstractmethod
     def symmetric_free(self, ptr: int) -> None:
-        """Free."""
+        """Free it."""
+        self._memory.free(ptr)
+
+    def _allocate(self, nbytes: int) -> tuple[int, Any]:
+        """Return a block for ``Allocator``; planes of host memory take that."""
+        return host_block(nbytes)
+
+    def _free(self, block: Any) -> None:  # noqa: B027 - host memory goes with the last reference to it
+        """Give a block back."""
 
     def set_add_kernel(self, handle: int) -> None:
         """Keep the kernel; host memory has no use for one."""

@@ -115,7 +115,6 @@ class NcclPlane(OnDevice, PeerPlane):
         self._calling: Detached | None = None
         self._stopping: list[Detached] = []
         self._connected: set[tuple[int, str]] = set()
-        self._symmetric: dict[int, int] = {}
 
     def _open(self) -> None:
         """Take the device, and make what every operation needs."""
@@ -221,7 +220,7 @@ class NcclPlane(OnDevice, PeerPlane):
     # -- operations --------------------------------------------------------------------------------------------------
 
     def _admit(self, operation: Operation) -> None:
-        self._ask(self.device.refuse_capture, operation.stream)
+        super()._admit(operation)
         if operation.op is not None and operation.dtype in _FLOAT8 and self.device.capability < _FLOAT8_CAPABILITY:
             raise NotSupportedError(
                 f"{self.who}: {operation.kind} of {operation.dtype.label}: this device has compute capability "
@@ -428,10 +427,8 @@ class NcclPlane(OnDevice, PeerPlane):
         if self._comm is not None:
             nccl.deregister(self._library, self._comm, registered)
 
-    def symmetric_alloc(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int) -> tuple[int, int]:
         """Allocate by NCCL's allocator (``ncclMemAlloc``)."""
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ValueError(f"{self.who}: symmetric_alloc: nbytes must be 1 or more; got {nbytes!r}")
         self.device.enter()
         base = nccl.mem_alloc(self._library, nbytes)
         if base % ALIGNMENT:
@@ -439,19 +436,13 @@ class NcclPlane(OnDevice, PeerPlane):
             # for all work, so the block that does not fit goes with the communicator.
             self._kept.callback(nccl.mem_free, self._library, base)
             base = nccl.mem_alloc(self._library, nbytes + ALIGNMENT)
-        pointer = base + -base % ALIGNMENT
-        self._symmetric[pointer] = base
-        return pointer
+        return base, base
 
-    def symmetric_free(self, ptr: int) -> None:
+    def _free(self, base: int) -> None:
         """Free it (``ncclMemFree``), after waiting for this communicator's streams; others must be done."""
-        if ptr not in self._symmetric:
-            raise ValueError(
-                f"{self.who}: symmetric_free: {ptr!r} is not memory of symmetric_alloc, or is freed already"
-            )
         self.device.enter()
         self._drain()
-        nccl.mem_free(self._library, self._symmetric.pop(ptr))
+        nccl.mem_free(self._library, base)
 
     def _drain(self) -> None:
         """Wait for the streams of this communicator, as freed memory that work still uses would break the device."""

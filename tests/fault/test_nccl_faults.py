@@ -198,7 +198,8 @@ comm.close()
     passed(2, program)
 
 
-def test_capture_that_begins_inside_a_group() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_capture_that_begins_inside_a_group(n: int) -> None:
     """A stream that is captured by the time the group ends is refused: nothing of the group is sent."""
     program = """
 mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -213,7 +214,27 @@ plane.device.call("cuStreamEndCapture", stream)
 assert comm.sequence == 0 and comm.is_healthy()
 plane.barrier(); comm.close(); say("done")
 """
-    assert passed(2, program) == ["done\n"] * 2
+    assert passed(n, program) == ["done\n"] * n
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_capture_of_the_ordered_stream(n: int) -> None:
+    """Nothing is put on the plane's own stream while a program captures it, alone as with many; the capture stays."""
+    program = """
+mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+p = memory.blank(64)
+plane.device.call("cuStreamBeginCapture", plane.stream, mode)
+for call in (lambda: plane.all_gather(p, p + 32, 4), lambda: comm.barrier(), lambda: plane.all_reduce(p, 16)):
+    try:
+        call()
+    except ValueError as error:
+        assert "captured into a CUDA graph" in str(error)
+        say("refused")
+assert int(plane.device.call("cuStreamEndCapture", plane.stream))
+assert comm.sequence == 0
+plane.barrier(); comm.close()
+"""
+    assert passed(n, program) == ["refused\n" * 3] * n
 
 
 def test_is_healthy_says_no_and_does_not_raise() -> None:
