@@ -36,6 +36,7 @@ from butter_mpi.errors import (
 )
 from butter_mpi.findings import ranks_text
 from butter_mpi.nccl_log import Capture
+from butter_mpi.nccl_setup import connects_late
 from butter_mpi.planes.base import Numbered
 from butter_mpi.planes.issuing import Issuer, Kept
 from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
@@ -115,6 +116,7 @@ class NcclPlane(OnDevice, PeerPlane):
         self._calling: Detached | None = None
         self._stopping: list[Detached] = []
         self._connected: set[tuple[int, str]] = set()
+        self._connects_late = connects_late()
 
     def _open(self) -> None:
         """Take the device, and make what every operation needs."""
@@ -237,7 +239,7 @@ class NcclPlane(OnDevice, PeerPlane):
         with self._on_own_stream(operations):
             streamed = [self._streamed(operation) for operation in operations]
             new = self._issuer.pairs(streamed) - self._connected
-            if waited or new:
+            if waited or new or self._connects_late:
                 self._issue_bounded(streamed, numbered)
             else:
                 self._issue(streamed)
@@ -277,7 +279,11 @@ class NcclPlane(OnDevice, PeerPlane):
             self.device.wait(stream, after)
 
     def _issue_bounded(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
-        """Issue what has a deadline or could wait inside NCCL: the first call between two ranks connects them there."""
+        """Issue what has a deadline or could wait inside NCCL, where the first call between two ranks connects them.
+
+        So does, where the user has NCCL connect late, the first operation of each algorithm; NCCL alone knows which of
+        them it takes, by size, type and group.
+        """
         record = numbered[0][1]
         limit = None if all(operation.waits_for_ever for operation in operations) else self.deadline
         waiting = self._waiting(record, limit, unknown=_UNKNOWN)

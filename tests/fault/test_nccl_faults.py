@@ -47,9 +47,9 @@ comm.close()
 """
 
 
-def env(faults: str = "") -> dict[str, str]:
+def env(faults: str = "", **more: str) -> dict[str, str]:
     """Return the variables of a job."""
-    return {**build().env(faults=faults), **POLICY}
+    return {**build().env(faults=faults), **POLICY, **more}
 
 
 def passed(n: int, program: str, faults: str = "") -> list[str]:
@@ -346,6 +346,39 @@ comm.close()
 """
     result = run_job(2, HEAD + "plane.deadline = 1\n" + program, env=env(), timeout=40)
     assert all("send #1" in out for out in result.rank_out) and result.seconds < 15, result.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "call", "what"),
+    [
+        ("ncclAllReduce#3", "plane.all_reduce(p, 4096)", "all_reduce #2 (bfloat16 x 2048, sum)"),
+        ("ncclAllGather#1", "plane.all_gather(p, p + 2048, 1024)", "all_gather #2 (uint8 x 1024)"),
+        ("ncclReduceScatter#1", "group()", "barrier #2 (uint8 x 0)"),
+    ],
+)
+def test_connecting_late(fault: str, call: str, what: str) -> None:
+    """Where the user lets NCCL connect late, an operation that stands still in that is given up at the deadline."""
+    program = f"""
+p = memory.blank(8192)
+def group():
+    with comm.group():
+        plane.barrier()
+        plane.reduce_scatter(p, p + 4096, 1024)
+plane.deadline = 20
+plane.all_reduce(p, 4)
+if RANK == 1:
+    plane.deadline = 1
+    error = broken(lambda: {call})
+    assert isinstance(error, butter_mpi.CollectiveTimeoutError) and error.lost_ranks == ()
+else:
+    {call}
+    broken(lambda: comm.wait_for_async_error(20))
+comm.close()
+"""
+    result = run_job(2, HEAD + program, env=env(f"1@{fault}=hang", NCCL_RUNTIME_CONNECT="1"), timeout=30)
+    assert result.seconds < 15, result.text
+    assert all(out.startswith("CollectiveTimeoutError") for out in result.rank_out), result.text
+    assert all(f"{what} at " in out and "no answer within 1" in out for out in result.rank_out), result.text
 
 
 def test_never_closed_with_work_under_way() -> None:
