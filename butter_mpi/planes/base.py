@@ -81,7 +81,6 @@ class Plane(ABC):
         self._group_thread = 0
         self._handles: dict[int, Any] = {}
         self._next_handle = itertools.count(1)
-        self._add_kernel = 0
         self._memory = Allocator(who, self._allocate, self._free)
 
     # -- the one path ------------------------------------------------------------------------------------------------
@@ -136,11 +135,15 @@ class Plane(ABC):
 
     def all_gather_json(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload over the control plane; compared like an operation, it takes no number."""
-        record = control_signature("all_gather_json", self.sequence, call_site())
-        with LANE.held(self.who, "all_gather_json", self.deadline):
-            self._check("all_gather_json")
+        return self._exchanged("all_gather_json", payload)
+
+    def _exchanged(self, what: str, payload: bytes, **compared: Any) -> list[bytes]:
+        """Return every rank's payload of a call that all ranks make together, with the same `compared`."""
+        record = {**control_signature(what, self.sequence, call_site()), **compared}
+        with LANE.held(self.who, what, self.deadline):
+            self._check(what)
             if self._group is not None:
-                raise ValueError(f"{self.who}: all_gather_json inside a group; end it first")
+                raise ValueError(f"{self.who}: {what} inside a group; end it first")
             with self._poisoning(record):
                 return self._exchange(payload, record)
 
@@ -434,8 +437,14 @@ class Plane(ABC):
         """Give a block back."""
 
     def set_add_kernel(self, handle: int) -> None:
-        """Keep the kernel; host memory has no use for one."""
-        self._add_kernel = _whole("handle", handle, 0, _LARGEST)
+        """Agree with every rank that all set a kernel here, or none, and use it from the next operation on."""
+        _whole("handle", handle, 0, _LARGEST)
+        with LANE.held(self.who, "set_add_kernel", self.deadline):
+            self._exchanged("set_add_kernel", b"\0", way="a kernel" if handle else "no kernel")
+            self._use_kernel(handle)
+
+    def _use_kernel(self, handle: int) -> None:  # noqa: B027 - host memory has no use for one
+        """Use a kernel that every rank has set; 0: none."""
 
     def is_healthy(self) -> bool:
         """Return whether the next operation would be taken, by what is known now."""
@@ -463,6 +472,8 @@ class Plane(ABC):
             if self._group is not None:
                 raise ValueError(f"{self.who}: attempt_reconnect inside a group; end it first")
             self._handles.clear()
+            # What broke may have been the agreement on it.
+            self._use_kernel(0)
             with self._poisoning(control_signature("attempt_reconnect", self.sequence, call_site())):
                 self._reconnect()
             self.health.cause = None

@@ -38,7 +38,7 @@ from butter_mpi.findings import ranks_text
 from butter_mpi.nccl_log import Capture
 from butter_mpi.nccl_setup import connects_late
 from butter_mpi.planes.base import Numbered
-from butter_mpi.planes.issuing import Issuer, Kept
+from butter_mpi.planes.issuing import ADDING, Issuer, Kept
 from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.memory import ALIGNMENT
@@ -247,6 +247,9 @@ class NcclPlane(OnDevice, PeerPlane):
             self._wait_for(waited, numbered[0][1])
 
     def _meet(self, numbered: Sequence[Numbered]) -> None:
+        """Compare what ranks submit, and how it will be moved: a rank that adds waits for one that adds."""
+        if self._issuer.adds([operation for operation, _ in numbered]):
+            numbered = [(operation, {**record, "way": ADDING}) for operation, record in numbered]
         meeting = Meeting(self._control, self._records(numbered))
         limit = None if all(operation.waits_for_ever for operation, _ in numbered) else self.deadline
         self._finish(
@@ -300,15 +303,15 @@ class NcclPlane(OnDevice, PeerPlane):
         assert self._comm is not None
         self._issuer.issue(self._comm, operations)
 
-    def set_add_kernel(self, handle: int) -> None:
-        """Keep the kernel; the sums of bfloat16 of two ranks use it from now on."""
-        super().set_add_kernel(handle)
+    def _use_kernel(self, handle: int) -> None:
         self._issuer.add_kernel = handle
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _waiting(self, record: dict[str, Any], limit: float | None, **more: Any) -> Waiting:
-        remedy = f"{_STOP_ALL}, or set a longer collective_deadline"
+        agrees = record["kind"] == "set_add_kernel"
+        what = "Every rank must call it at the same place" if agrees else _STOP_ALL
+        remedy = f"{what}, or set a longer collective_deadline"
         return super()._waiting(record, limit, **{"remedy": remedy, "grace": _GRACE, **more})
 
     def _wait_for(self, operation: Operation, record: dict[str, Any]) -> None:

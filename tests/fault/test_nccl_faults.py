@@ -381,6 +381,88 @@ comm.close()
     assert all(f"{what} at " in out and "no answer within 1" in out for out in result.rank_out), result.text
 
 
+KERNEL = """
+module = plane.device.call("cuModuleLoadData", b"STANDIN\\0")
+kernel = int(plane.device.call("cuModuleGetFunction", module, b"bf16_add_inplace"))
+"""
+
+
+def test_kernel_that_one_rank_sets() -> None:
+    """A rank that sets an add kernel alone is told at its deadline who has not; no sum begins in two ways."""
+    program = (
+        KERNEL
+        + """
+p = memory.blank(64)
+if RANK == 0:
+    plane.deadline = 1
+    error = broken(lambda: plane.set_add_kernel(kernel))
+    assert error.lost_ranks == (1,) and "Every rank must call it" in str(error)
+else:
+    plane.all_reduce(p, 64)
+    broken(lambda: comm.wait_for_async_error(10))
+"""
+    )
+    outs = passed(2, program + WORKS)
+    assert all("set_add_kernel #0" in out and "no answer within 1.0 s" in out for out in outs), outs
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("plane.set_add_kernel(0)", "set_add_kernel #0 (json x 0, by no kernel)"),
+        ("plane.all_reduce(p, 64)", "all_reduce #1 (bfloat16 x 32, sum)"),
+    ],
+)
+def test_kernel_that_differs(call: str, said: str) -> None:
+    """What a strict rank does instead of setting the kernel is named on both ranks."""
+    program = f"""
+comm.close(); comm = start("strict"); plane = comm.backend
+{KERNEL}
+p = memory.blank(64)
+error = broken(lambda: {call} if RANK else plane.set_add_kernel(kernel))
+assert isinstance(error, butter_mpi.CollectiveMismatchError)
+comm.close()
+"""
+    for out in passed(2, program):
+        assert "set_add_kernel #0 (json x 0, by a kernel)" in out and said in out, out
+
+
+def test_sum_that_one_rank_adds() -> None:
+    """A sum that one rank adds itself and the other has in a group is named; a reconnect takes kernels back."""
+    program = f"""
+comm.close(); comm = start("strict"); plane = comm.backend
+{KERNEL}
+p = memory.blank(128)
+plane.set_add_kernel(kernel)
+def grouped():
+    with comm.group():
+        plane.all_reduce(p, 64)
+        plane.send_to(p, 4, RANK, plane.stream); plane.recv_from(p + 64, 4, RANK, plane.stream)
+error = broken(grouped if RANK else lambda: plane.all_reduce(p, 64))
+assert isinstance(error, butter_mpi.CollectiveMismatchError)
+comm.attempt_reconnect()
+plane.all_reduce(p, 64)
+assert plane._connected == set()
+comm.close()
+"""
+    for out in passed(2, program):
+        assert "all_reduce #1 (bfloat16 x 32, sum, by send, receive and add) at" in out, out
+        assert "all_reduce #1 (bfloat16 x 32, sum) at" in out and "do it in the same way: with a kernel" in out, out
+
+
+def test_kernel_inside_a_group() -> None:
+    """A kernel cannot be set in a group, whose operations are moved at its end; nothing is sent or poisoned."""
+    program = """
+with comm.group():
+    try:
+        plane.set_add_kernel(0)
+    except ValueError as error:
+        say(error)
+plane.barrier(); comm.close()
+"""
+    assert all("set_add_kernel inside a group; end it first" in out for out in passed(2, program))
+
+
 def test_never_closed_with_work_under_way() -> None:
     """A communicator that nobody closed, with an operation that no other rank comes to, holds up no exit."""
     program = "plane.all_reduce(memory.blank(4), 4) if RANK == 0 else None\nsay('done')"
