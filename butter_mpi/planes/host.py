@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from butter_mpi.collectives import Operation
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.planes.base import Numbered
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.memory import at, copy, numpy_dtype
 from butter_mpi.planes.peers import PeerPlane, Task
+from butter_mpi.planes.submitting import Numbered
 
 __all__ = ["HostPlane"]
 

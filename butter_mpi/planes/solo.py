@@ -8,9 +8,10 @@ from typing import Any
 from butter_mpi.collectives import Operation
 from butter_mpi.device import Device
 from butter_mpi.errors import CommunicatorBrokenError, CUDAError
-from butter_mpi.planes.base import Numbered, Plane
+from butter_mpi.planes.base import Plane
 from butter_mpi.planes.memory import ALIGNMENT, copy
 from butter_mpi.planes.on_device import OnDevice
+from butter_mpi.planes.submitting import Numbered
 
 __all__ = ["DeviceSoloPlane", "SoloPlane"]
 
