@@ -80,7 +80,10 @@ class Operation:
 
 
 def signature(operation: Operation, number: int) -> dict[str, Any]:
-    """Return what other ranks compare (all keys but ``at``) and are told (``at``, the call site)."""
+    """Return what other ranks compare (all keys but ``at``) and are told (``at``, the call site).
+
+    A plane adds ``way`` where it does an operation in another way than its own usual one.
+    """
     return {
         "n": number,
         "kind": operation.kind,
@@ -104,6 +107,8 @@ def describe(record: Mapping[str, Any]) -> str:
         facts += f", {record['op']}"
     if record["root"] is not None:
         facts += f", root {record['root']}"
+    if record.get("way"):
+        facts += f", by {record['way']}"
     return f"{record['kind']} #{record['n']} ({facts}) at {record['at']}"
 
 

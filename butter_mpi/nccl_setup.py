@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 
 from butter_mpi.environment import c_environment, set_own
 
-__all__ = ["prepare"]
+__all__ = ["connects_late", "prepare"]
 
+_CONNECT = "NCCL_RUNTIME_CONNECT"
 _SHARES_BY_P2P = 23000
 _CHANNELS_OF_A_SHARED_GPU = "4"
 
@@ -33,7 +35,7 @@ def prepare(version: int, rank: int, *, share_gpu: bool, required: str | None) -
         What was set.
     """
     # Connections are made at the start, within its deadline, instead of inside the first operation.
-    wanted = {"NCCL_RUNTIME_CONNECT": "0"}
+    wanted = {_CONNECT: "0"}
     env = c_environment()
     if share_gpu and "NCCL_HOSTID" not in env and "NCCL_MULTI_RANK_GPU_ENABLE" not in env:
         over_network = version < _SHARES_BY_P2P or (required or "").startswith("NET/")
@@ -45,3 +47,15 @@ def prepare(version: int, rank: int, *, share_gpu: bool, required: str | None) -
     for name, value in chosen.items():
         set_own(name, value)
     return chosen
+
+
+@functools.cache
+def connects_late() -> bool:
+    """Return whether operations may make connections; asked after :func:`prepare`.
+
+    Returns
+    -------
+    bool
+        True where the user has set something else than 0. As NCCL reads the variable once a process, so does this.
+    """
+    return c_environment().get(_CONNECT) != "0"

@@ -1,7 +1,8 @@
 """NCCL calls, checked: Python values in and out, and one error class for every result that is not success.
 
 ``calls`` makes and judges a call, ``process`` has what needs no communicator, ``communicators`` their life, and
-``operations`` what is done with one. Arguments have NCCL's order. A handle, a pointer and a stream are integers, or
+``operations`` what operations need; a function that has none of its own here goes through :func:`call`, by its C name.
+Arguments have NCCL's order. A handle, a pointer and a stream are integers, or
 ``None`` for NULL; the wrong number, the wrong type and a number that does not fit are ``TypeError`` and ``ValueError``
 before NCCL is called.
 
@@ -29,18 +30,11 @@ from butter_mpi.nccl.communicators import (
     split,
 )
 from butter_mpi.nccl.operations import (
-    all_gather,
-    all_reduce,
-    broadcast,
     create_premul_sum,
     data_type,
     deregister,
     destroy_redop,
-    recv,
-    reduce,
-    reduce_scatter,
     register,
-    send,
     window_deregister,
     window_register,
 )
@@ -61,9 +55,6 @@ __all__ = [
     "SUCCESS",
     "Handle",
     "abort",
-    "all_gather",
-    "all_reduce",
-    "broadcast",
     "call",
     "check",
     "close_leaked_groups",
@@ -87,13 +78,9 @@ __all__ = [
     "mem_alloc",
     "mem_free",
     "prepared",
-    "recv",
-    "reduce",
-    "reduce_scatter",
     "register",
     "require",
     "revoke",
-    "send",
     "shrink",
     "split",
     "version_text",

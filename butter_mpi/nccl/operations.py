@@ -1,9 +1,9 @@
-"""What is done with a NCCL communicator: collectives, messages, registered buffers, operators of one's own.
+"""What the operations of a NCCL communicator need: element types, operators of one's own, registered buffers.
 
-In every function ``library`` is the library, ``comm`` the communicator and ``stream`` a CUDA stream, as integers;
-``sendbuf`` and ``recvbuf`` are device addresses, ``count`` is a number of elements, ``dtype`` comes from
-:func:`data_type`, and ``op`` is a ``ncclRedOp_t``. What enqueues returns ``SUCCESS`` or ``IN_PROGRESS``. With a count
-of zero NCCL does nothing, and synchronises nothing.
+In every function ``library`` is the library, ``comm`` the communicator as an integer, and ``dtype`` comes from
+:func:`data_type`. The operations themselves (``ncclAllReduce``, ``ncclSend`` ...) have no function here: the nccl plane
+issues them straight through the library's typed functions (``planes.issuing``), as a step between would cost every
+call; by hand, use :func:`butter_mpi.nccl.call`. With a count of zero NCCL does nothing, and synchronises nothing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,11 @@ from butter_mpi.enums import DType
 from butter_mpi.nccl.calls import Handle, call
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "broadcast",
     "create_premul_sum",
     "data_type",
     "deregister",
     "destroy_redop",
-    "recv",
-    "reduce",
-    "reduce_scatter",
     "register",
-    "send",
     "window_deregister",
     "window_register",
 ]
@@ -50,70 +43,6 @@ _DATA_TYPES = {
 def data_type(library: Library, dtype: DType) -> int:
     """Return the ``ncclDataType_t`` of an element type, if this library has it (NotSupportedError where it has not)."""
     return int(library.constant(_DATA_TYPES[dtype]))
-
-
-def all_reduce(
-    library: Library, sendbuf: int, recvbuf: int, count: int, dtype: int, op: int, comm: int, stream: int | None
-) -> int:
-    """Reduce ``count`` elements of every rank; every rank gets the result (``ncclAllReduce``)."""
-    arguments = (sendbuf, recvbuf, count, dtype, op, comm, stream)
-    return call(library, "ncclAllReduce", *arguments, in_progress=True)
-
-
-def broadcast(
-    library: Library,
-    sendbuf: int | None,
-    recvbuf: int,
-    count: int,
-    dtype: int,
-    root: int,
-    comm: int,
-    stream: int | None,
-) -> int:
-    """Copy ``count`` elements of the root to every rank (``ncclBroadcast``); ``sendbuf`` is read on the root only."""
-    arguments = (sendbuf, recvbuf, count, dtype, root, comm, stream)
-    return call(library, "ncclBroadcast", *arguments, in_progress=True)
-
-
-def reduce(
-    library: Library,
-    sendbuf: int,
-    recvbuf: int | None,
-    count: int,
-    dtype: int,
-    op: int,
-    root: int,
-    comm: int,
-    stream: int | None,
-) -> int:
-    """Reduce ``count`` elements of every rank; the root gets the result (``ncclReduce``) in its ``recvbuf``."""
-    arguments = (sendbuf, recvbuf, count, dtype, op, root, comm, stream)
-    return call(library, "ncclReduce", *arguments, in_progress=True)
-
-
-def all_gather(
-    library: Library, sendbuf: int, recvbuf: int, count: int, dtype: int, comm: int, stream: int | None
-) -> int:
-    """Gather ``count`` elements of each rank, in rank order, on every rank (``ncclAllGather``)."""
-    return call(library, "ncclAllGather", sendbuf, recvbuf, count, dtype, comm, stream, in_progress=True)
-
-
-def reduce_scatter(
-    library: Library, sendbuf: int, recvbuf: int, count: int, dtype: int, op: int, comm: int, stream: int | None
-) -> int:
-    """Reduce; each rank gets its share of ``count`` elements (``ncclReduceScatter``), of ``count`` for each rank."""
-    arguments = (sendbuf, recvbuf, count, dtype, op, comm, stream)
-    return call(library, "ncclReduceScatter", *arguments, in_progress=True)
-
-
-def send(library: Library, sendbuf: int, count: int, dtype: int, peer: int, comm: int, stream: int | None) -> int:
-    """Send ``count`` elements to a peer that receives as many (``ncclSend``)."""
-    return call(library, "ncclSend", sendbuf, count, dtype, peer, comm, stream, in_progress=True)
-
-
-def recv(library: Library, recvbuf: int, count: int, dtype: int, peer: int, comm: int, stream: int | None) -> int:
-    """Receive ``count`` elements from a peer that sends as many (``ncclRecv``)."""
-    return call(library, "ncclRecv", recvbuf, count, dtype, peer, comm, stream, in_progress=True)
 
 
 def create_premul_sum(library: Library, scalar: bytes | int, dtype: int, comm: int) -> int:

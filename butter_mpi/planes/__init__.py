@@ -82,7 +82,11 @@ class CommBackend(Protocol):
         """Free memory of ``symmetric_alloc``."""
 
     def set_add_kernel(self, handle: int) -> None:
-        """Hand over a ``bf16_add_inplace`` kernel, every rank alike (0 takes it back); other planes never use it."""
+        """Hand over a ``bf16_add_inplace`` kernel (collective); 0, and a reconnect, take it back.
+
+        Ranks meet here over the control plane, as the kernel decides how each later sum is moved: one rank alone would
+        wait for what the other never sends. Only the nccl plane uses it; all compare that every rank sets one, or none.
+        """
 
     def is_healthy(self) -> bool:
         """Return whether the next operation would be taken."""

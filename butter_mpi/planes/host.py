@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from butter_mpi.collectives import Operation
-from butter_mpi.control import Control
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.planes.base import Numbered
 from butter_mpi.planes.meeting import Meeting
-from butter_mpi.planes.memory import Allocator, at, copy, numpy_dtype
+from butter_mpi.planes.memory import at, copy, numpy_dtype
 from butter_mpi.planes.peers import PeerPlane, Task
+from butter_mpi.planes.submitting import Numbered
 
 __all__ = ["HostPlane"]
 
@@ -56,19 +55,9 @@ def _wide(operation: Operation) -> DType:
 
 
 class HostPlane(PeerPlane):
-    """Collectives on host memory over MPI.
-
-    Parameters
-    ----------
-    comms, mpi, **options
-        Of ``PeerPlane``.
-    """
+    """Collectives on host memory over MPI; made as ``PeerPlane`` says."""
 
     NAME = "host"
-
-    def __init__(self, comms: tuple[Control, Any, Any], mpi: Any, **options: Any) -> None:
-        super().__init__(comms, mpi, **options)
-        self._memory = Allocator()
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -180,13 +169,3 @@ class HostPlane(PeerPlane):
             return np.asarray(total / size)
         quotient = total // size
         return np.asarray(quotient + ((total % size != 0) & (total < 0)).astype(total.dtype))
-
-    # -- memory ------------------------------------------------------------------------------------------------------
-
-    def symmetric_alloc(self, nbytes: int) -> int:
-        """Allocate aligned host memory."""
-        return self._memory.alloc(nbytes)
-
-    def symmetric_free(self, ptr: int) -> None:
-        """Free it."""
-        self._memory.free(ptr)

@@ -14,7 +14,10 @@ from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import NCCLError
 
-__all__ = ["Issuer", "Kept"]
+__all__ = ["ADDING", "Issuer", "Kept"]
+
+ADDING = "send, receive and add"
+"""The way of a sum that does not go by NCCL's own, as messages name it."""
 
 _ADDED = ("all_reduce", DType.BFLOAT16, ReduceOp.SUM)
 _FUNCTIONS = {
@@ -86,13 +89,13 @@ class Issuer:
 
     def pairs(self, operations: Sequence[Operation]) -> set[tuple[int, str]]:
         """Return the peers that data goes to and comes from directly."""
-        if operations and self._adds(operations):
+        if operations and self.adds(operations):
             return {(1 - self._rank, "send"), (1 - self._rank, "recv")}
         return {(operation.peer, operation.kind) for operation in operations if operation.peer is not None}
 
     def issue(self, comm: int, operations: Sequence[Operation]) -> None:
         """Issue operations together."""
-        if self._adds(operations):
+        if self.adds(operations):
             self._exchange_and_add(comm, operations[0])
         elif len(operations) == 1:
             self._call(comm, operations[0])
@@ -131,7 +134,8 @@ class Issuer:
 
     # -- two ranks: send, receive and add ----------------------------------------------------------------------------
 
-    def _adds(self, operations: Sequence[Operation]) -> bool:
+    def adds(self, operations: Sequence[Operation]) -> bool:
+        """Return whether operations go by an exchange and the kernel, and not by NCCL's own sum."""
         first = operations[0]
         fits = len(operations) == 1 and (first.kind, first.dtype, first.op) == _ADDED and first.count
         return bool(self.add_kernel and self._world_size == 2 and fits)

@@ -16,6 +16,7 @@ from butter_mpi.control import Control, Overdue, Pause, Watch
 from butter_mpi.detached import Detached
 from butter_mpi.device import Device
 from butter_mpi.errors import StartError
+from butter_mpi.planes.entering import Inside
 from butter_mpi.unique_id import share_unique_id
 
 __all__ = ["ABORT_SECONDS", "Bound", "abort", "join"]
@@ -37,15 +38,14 @@ class Bound:
     look: Callable[[], None]
 
 
-def abort(library: Library, device: Device, handle: int, calling: Detached | None) -> Detached:
+def abort(library: Library, device: Device, handle: int, inside: Inside) -> Detached:
     """Give a communicator up in a thread of its own (``ncclCommAbort``): it may take half a second, or never return.
 
     A call on it that another thread is inside is waited for: an abort would free what that call uses.
     """
 
     def run() -> None:
-        if calling is not None:
-            calling.wait()
+        inside.wait_until_none()
         device.make_current()
         nccl.abort(library, handle)
 

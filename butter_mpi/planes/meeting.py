@@ -17,10 +17,15 @@ Record = dict[str, Any]
 
 _COUNTERPART = {"send": "recv", "recv": "send"}
 _GRACE = 0.2
+_SAME = "Every rank must submit the same operations in the same order"
+_SAME_WAY = (
+    "Every rank must do it in the same way: with a kernel of set_add_kernel or without one, alone or in a group with "
+    "others"
+)
 
 
 def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(record[name] for name in ("n", "kind", "count", "dtype", "op", "root"))
+    return tuple(record.get(name) for name in ("n", "kind", "count", "dtype", "op", "root", "way"))
 
 
 def _side(record: Record) -> str:
@@ -109,10 +114,10 @@ class Meeting:
         for other in others:
             record = self._record_of(other, own)
             records[other] = describe(record) if record else "nothing yet"
+        remedy = _SAME_WAY if _meets({**own, "way": None}, {**theirs, "way": None}) else _SAME
         lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in _by_value(records))
         return CollectiveMismatchError(
-            f"{waiting.text(own)}: rank {peer} submitted {records[peer]}. Every rank must submit the same operations "
-            f"in the same order\n{lines}",
+            f"{waiting.text(own)}: rank {peer} submitted {records[peer]}. {remedy}\n{lines}",
             records=records,
             **waiting.facts(own, []),
         )

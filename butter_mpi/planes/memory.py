@@ -1,8 +1,9 @@
-"""Host memory behind raw pointers."""
+"""Memory behind raw pointers: host memory as arrays, and aligned blocks of any kind."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from butter_mpi.enums import DType
 
-__all__ = ["ALIGNMENT", "Allocator", "at", "numpy_dtype"]
+__all__ = ["ALIGNMENT", "Allocator", "at", "copy", "host_block", "numpy_dtype"]
 
 ALIGNMENT = 4096
 _NUMPY: dict[DType, np.dtype[Any]] = {dtype: np.dtype(getattr(ml_dtypes, dtype.label, dtype.label)) for dtype in DType}
@@ -42,42 +43,58 @@ def copy(target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
 
-class Allocator:
-    """Aligned host memory by pointer."""
+def host_block(nbytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
+    """Return zeroed host memory for an ``Allocator``: it is there as long as the array is."""
+    block = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    return block.ctypes.data, block
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, npt.NDArray[np.uint8]] = {}
+
+class Allocator:
+    """Aligned memory by pointer, whatever it is of.
+
+    Parameters
+    ----------
+    who : str
+        This rank, as messages name it.
+    allocate : callable
+        Takes a number of bytes; returns the address of a block that has them from its first aligned address on, and
+        the block itself, as `free` takes it.
+    free : callable
+        Takes a block and gives it back.
+    """
+
+    def __init__(self, who: str, allocate: Callable[[int], tuple[int, Any]], free: Callable[[Any], None]) -> None:
+        self._who, self._allocate, self._free = who, allocate, free
+        self._blocks: dict[int, Any] = {}
 
     def alloc(self, nbytes: int) -> int:
-        """Return the pointer of `nbytes` zeroed bytes.
+        """Return the pointer of `nbytes` bytes.
 
         Raises
         ------
         ValueError
             Not a positive number of bytes.
         MemoryError
-            There are not that many.
+            The host has not that many; a device says it by its own error.
         """
-        self.check(nbytes)
-        block = np.zeros(nbytes + ALIGNMENT, np.uint8)
-        start = block.ctypes.data
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ValueError(f"{self._who}: symmetric_alloc: nbytes must be 1 or more; got {nbytes!r}")
+        start, block = self._allocate(nbytes)
         pointer = start + -start % ALIGNMENT
         self._blocks[pointer] = block
         return pointer
 
-    @staticmethod
-    def check(nbytes: int) -> None:
-        """Raise ``ValueError`` for what is not a positive number of bytes."""
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ValueError(f"symmetric_alloc: nbytes must be 1 or more; got {nbytes!r}")
-
     def free(self, pointer: int) -> None:
-        """Free what :meth:`alloc` returned.
+        """Free what :meth:`alloc` returned; where that fails, it can be tried again.
 
         Raises
         ------
         ValueError
             It did not return this pointer, or it is freed already.
         """
-        if self._blocks.pop(pointer, None) is None:
-            raise ValueError(f"symmetric_free: {pointer!r} is not memory of symmetric_alloc, or is freed already")
+        if pointer not in self._blocks:
+            raise ValueError(
+                f"{self._who}: symmetric_free: {pointer!r} is not memory of symmetric_alloc, or is freed already"
+            )
+        self._free(self._blocks[pointer])
+        del self._blocks[pointer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from butter_mpi.collectives import call_site, control_signature
+from butter_mpi.collectives import Operation, call_site, control_signature
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
@@ -36,6 +36,10 @@ class OnDevice(Plane):
         if owner != self.device.ordinal:
             where = "host memory" if owner is None else f"memory of cuda:{owner}"
             raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{self.device.ordinal}")
+
+    def _admit(self, operation: Operation) -> None:
+        """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""
+        self._ask(self.device.refuse_capture, operation.stream)
 
     def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
         """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.

@@ -15,8 +15,9 @@ from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.findings import ranks_text
 from butter_mpi.lane import LANE
-from butter_mpi.planes.base import Numbered, Plane
+from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
+from butter_mpi.planes.submitting import Numbered
 from butter_mpi.planes.waiting import Waiting, error_from, notice_of
 from butter_mpi.sentinel.client import Sentinel
 

@@ -8,9 +8,10 @@ from typing import Any
 from butter_mpi.collectives import Operation
 from butter_mpi.device import Device
 from butter_mpi.errors import CommunicatorBrokenError, CUDAError
-from butter_mpi.planes.base import Numbered, Plane
-from butter_mpi.planes.memory import ALIGNMENT, Allocator, copy
+from butter_mpi.planes.base import Plane
+from butter_mpi.planes.memory import ALIGNMENT, copy
 from butter_mpi.planes.on_device import OnDevice
+from butter_mpi.planes.submitting import Numbered
 
 __all__ = ["DeviceSoloPlane", "SoloPlane"]
 
@@ -22,7 +23,6 @@ class SoloPlane(Plane):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(0, 1, **options)
-        self._memory = Allocator()
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         operations = [operation for operation, _ in numbered]
@@ -38,14 +38,6 @@ class SoloPlane(Plane):
 
     def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
         return [payload]
-
-    def symmetric_alloc(self, nbytes: int) -> int:
-        """Allocate aligned host memory."""
-        return self._memory.alloc(nbytes)
-
-    def symmetric_free(self, ptr: int) -> None:
-        """Free it."""
-        self._memory.free(ptr)
 
     def _reconnect(self) -> None:
         """Nothing to make anew."""
@@ -79,7 +71,6 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
         self._transport_errors = (CUDAError,)
         self._own_stream = device.make_stream()
         self.stream = self._own_stream if stream is None else self.check_stream(stream)
-        self._symmetric: dict[int, int] = {}
 
     def _copy(self, source: Operation, target: Operation) -> None:
         self.device.copy(target.recv, source.send, source.nbytes, target.stream)
@@ -88,16 +79,11 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
         # The driver destroys it once its work is done, and waits for nothing.
         self.device.destroy_stream(self._own_stream)
 
-    def symmetric_alloc(self, nbytes: int) -> int:
-        """Allocate aligned device memory."""
-        Allocator.check(nbytes)
+    def _allocate(self, nbytes: int) -> tuple[int, int]:
+        """Allocate device memory."""
         base = self.device.alloc(nbytes + ALIGNMENT)
-        pointer = base + -base % ALIGNMENT
-        self._symmetric[pointer] = base
-        return pointer
+        return base, base
 
-    def symmetric_free(self, ptr: int) -> None:
+    def _free(self, base: int) -> None:
         """Free it once all work that uses it is done."""
-        if ptr not in self._symmetric:
-            raise ValueError(f"symmetric_free: {ptr!r} is not memory of symmetric_alloc, or is freed already")
-        self.device.free(self._symmetric.pop(ptr))
+        self.device.free(base)

@@ -28,9 +28,11 @@ from butter_mpi.recorder import Recorder
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.process import Process
 
-__all__ = ["Offer", "Sentinel", "node_key"]
+__all__ = ["WATCHED", "Offer", "Sentinel", "node_key"]
 
 _LOG = logging.getLogger("butter_mpi")
+WATCHED = "watched start"
+"""Phase of a start that the watcher's verdict ended."""
 _STALE = 4.0
 _STARVED = 30.0
 _LISTEN_SECONDS = 0.5
@@ -220,7 +222,7 @@ class Sentinel:
     def look_at_start(self) -> None:
         """Raise what the watcher has said, while there is no plane yet that could."""
         if self._notice is not None:
-            raise StartError(f"{self._who}: start: {self._notice['text']}", phase="watched start")
+            raise StartError(f"{self._who}: start: {self._notice['text']}", phase=WATCHED)
 
     def deliver_to(self, on_notice: Callable[[Mapping[str, Any]], None], judged: bool) -> None:
         """Hand verdicts to `on_notice` from now on, in the listening thread; one that has come, at once.

@@ -47,9 +47,9 @@ comm.close()
 """
 
 
-def env(faults: str = "") -> dict[str, str]:
+def env(faults: str = "", **more: str) -> dict[str, str]:
     """Return the variables of a job."""
-    return {**build().env(faults=faults), **POLICY}
+    return {**build().env(faults=faults), **POLICY, **more}
 
 
 def passed(n: int, program: str, faults: str = "") -> list[str]:
@@ -198,7 +198,8 @@ comm.close()
     passed(2, program)
 
 
-def test_capture_that_begins_inside_a_group() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_capture_that_begins_inside_a_group(n: int) -> None:
     """A stream that is captured by the time the group ends is refused: nothing of the group is sent."""
     program = """
 mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -213,7 +214,27 @@ plane.device.call("cuStreamEndCapture", stream)
 assert comm.sequence == 0 and comm.is_healthy()
 plane.barrier(); comm.close(); say("done")
 """
-    assert passed(2, program) == ["done\n"] * 2
+    assert passed(n, program) == ["done\n"] * n
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_capture_of_the_ordered_stream(n: int) -> None:
+    """Nothing is put on the plane's own stream while a program captures it, alone as with many; the capture stays."""
+    program = """
+mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+p = memory.blank(64)
+plane.device.call("cuStreamBeginCapture", plane.stream, mode)
+for call in (lambda: plane.all_gather(p, p + 32, 4), lambda: comm.barrier(), lambda: plane.all_reduce(p, 16)):
+    try:
+        call()
+    except ValueError as error:
+        assert "captured into a CUDA graph" in str(error)
+        say("refused")
+assert int(plane.device.call("cuStreamEndCapture", plane.stream))
+assert comm.sequence == 0
+plane.barrier(); comm.close()
+"""
+    assert passed(n, program) == ["refused\n" * 3] * n
 
 
 def test_is_healthy_says_no_and_does_not_raise() -> None:
@@ -325,6 +346,121 @@ comm.close()
 """
     result = run_job(2, HEAD + "plane.deadline = 1\n" + program, env=env(), timeout=40)
     assert all("send #1" in out for out in result.rank_out) and result.seconds < 15, result.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "call", "what"),
+    [
+        ("ncclAllReduce#3", "plane.all_reduce(p, 4096)", "all_reduce #2 (bfloat16 x 2048, sum)"),
+        ("ncclAllGather#1", "plane.all_gather(p, p + 2048, 1024)", "all_gather #2 (uint8 x 1024)"),
+        ("ncclReduceScatter#1", "group()", "barrier #2 (uint8 x 0)"),
+    ],
+)
+def test_connecting_late(fault: str, call: str, what: str) -> None:
+    """Where the user lets NCCL connect late, an operation that stands still in that is given up at the deadline."""
+    program = f"""
+p = memory.blank(8192)
+def group():
+    with comm.group():
+        plane.barrier()
+        plane.reduce_scatter(p, p + 4096, 1024)
+plane.deadline = 20
+plane.all_reduce(p, 4)
+if RANK == 1:
+    plane.deadline = 1
+    error = broken(lambda: {call})
+    assert isinstance(error, butter_mpi.CollectiveTimeoutError) and error.lost_ranks == ()
+else:
+    {call}
+    broken(lambda: comm.wait_for_async_error(20))
+comm.close()
+"""
+    result = run_job(2, HEAD + program, env=env(f"1@{fault}=hang", NCCL_RUNTIME_CONNECT="1"), timeout=30)
+    assert result.seconds < 15, result.text
+    assert all(out.startswith("CollectiveTimeoutError") for out in result.rank_out), result.text
+    assert all(f"{what} at " in out and "no answer within 1" in out for out in result.rank_out), result.text
+
+
+KERNEL = """
+module = plane.device.call("cuModuleLoadData", b"STANDIN\\0")
+kernel = int(plane.device.call("cuModuleGetFunction", module, b"bf16_add_inplace"))
+"""
+
+
+def test_kernel_that_one_rank_sets() -> None:
+    """A rank that sets an add kernel alone is told at its deadline who has not; no sum begins in two ways."""
+    program = (
+        KERNEL
+        + """
+p = memory.blank(64)
+if RANK == 0:
+    plane.deadline = 1
+    error = broken(lambda: plane.set_add_kernel(kernel))
+    assert error.lost_ranks == (1,) and "Every rank must call it" in str(error)
+else:
+    plane.all_reduce(p, 64)
+    broken(lambda: comm.wait_for_async_error(10))
+"""
+    )
+    outs = passed(2, program + WORKS)
+    assert all("set_add_kernel #0" in out and "no answer within 1.0 s" in out for out in outs), outs
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("plane.set_add_kernel(0)", "set_add_kernel #0 (json x 0, by no kernel)"),
+        ("plane.all_reduce(p, 64)", "all_reduce #1 (bfloat16 x 32, sum)"),
+    ],
+)
+def test_kernel_that_differs(call: str, said: str) -> None:
+    """What a strict rank does instead of setting the kernel is named on both ranks."""
+    program = f"""
+comm.close(); comm = start("strict"); plane = comm.backend
+{KERNEL}
+p = memory.blank(64)
+error = broken(lambda: {call} if RANK else plane.set_add_kernel(kernel))
+assert isinstance(error, butter_mpi.CollectiveMismatchError)
+comm.close()
+"""
+    for out in passed(2, program):
+        assert "set_add_kernel #0 (json x 0, by a kernel)" in out and said in out, out
+
+
+def test_sum_that_one_rank_adds() -> None:
+    """A sum that one rank adds itself and the other has in a group is named; a reconnect takes kernels back."""
+    program = f"""
+comm.close(); comm = start("strict"); plane = comm.backend
+{KERNEL}
+p = memory.blank(128)
+plane.set_add_kernel(kernel)
+def grouped():
+    with comm.group():
+        plane.all_reduce(p, 64)
+        plane.send_to(p, 4, RANK, plane.stream); plane.recv_from(p + 64, 4, RANK, plane.stream)
+error = broken(grouped if RANK else lambda: plane.all_reduce(p, 64))
+assert isinstance(error, butter_mpi.CollectiveMismatchError)
+comm.attempt_reconnect()
+plane.all_reduce(p, 64)
+assert plane._connected == set()
+comm.close()
+"""
+    for out in passed(2, program):
+        assert "all_reduce #1 (bfloat16 x 32, sum, by send, receive and add) at" in out, out
+        assert "all_reduce #1 (bfloat16 x 32, sum) at" in out and "do it in the same way: with a kernel" in out, out
+
+
+def test_kernel_inside_a_group() -> None:
+    """A kernel cannot be set in a group, whose operations are moved at its end; nothing is sent or poisoned."""
+    program = """
+with comm.group():
+    try:
+        plane.set_add_kernel(0)
+    except ValueError as error:
+        say(error)
+plane.barrier(); comm.close()
+"""
+    assert all("set_add_kernel inside a group; end it first" in out for out in passed(2, program))
 
 
 def test_never_closed_with_work_under_way() -> None:

@@ -299,7 +299,7 @@ def waiting(self, array, *more, original=Communicator.all_reduce, **how):
 
 def unaligned(self, nbytes, original=NcclPlane.symmetric_alloc):
     pointer = original(self, nbytes + 64) + 64
-    self._symmetric[pointer] = self._symmetric.pop(pointer - 64)
+    self._memory._blocks[pointer] = self._memory._blocks.pop(pointer - 64)
     return pointer
 
 def spoiling(self, stream, original=Device._captured):

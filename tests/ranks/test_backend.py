@@ -14,7 +14,7 @@ from helpers.memory import Memory
 from mpi4py import MPI
 
 from butter_mpi import Communicator, DType, ReduceOp
-from butter_mpi.errors import CommunicatorBrokenError, CommunicatorClosedError
+from butter_mpi.errors import CollectiveMismatchError, CommunicatorBrokenError, CommunicatorClosedError
 from butter_mpi.planes import CommBackend
 
 pytestmark = pytest.mark.mpi
@@ -272,6 +272,14 @@ def test_add_kernel_can_be_taken_back(backend: CommBackend) -> None:
     backend.set_add_kernel(0)
     with pytest.raises(TypeError, match="must be an int"):
         backend.set_add_kernel("kernel")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
+def test_add_kernel_is_agreed_on(backend: CommBackend) -> None:
+    """A kernel that some ranks set and others do not is told to all of them, before any sum is moved in two ways."""
+    with pytest.raises(CollectiveMismatchError, match="with a kernel of set_add_kernel or without"):
+        backend.set_add_kernel(0 if RANK else 8)
+    assert not backend.is_healthy()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ def test_signature_reads_well() -> None:
     assert describe(signature(operation, 41)) == "all_reduce #41 (float32 x 1024, sum) at train.py:33"
     operation = Operation("broadcast", 2**40, DType.UINT8, root=0, site="train.py:34")
     assert describe(signature(operation, 42)) == "broadcast #42 (uint8 x 1099511627776, root 0) at train.py:34"
+    record = signature(operation, 43) | {"way": "mail"}
+    assert describe(record) == "broadcast #43 (uint8 x 1099511627776, root 0, by mail) at train.py:34"
 
 
 def test_call_site_is_here() -> None:

@@ -11,6 +11,7 @@ import pytest
 from butter_mpi import nccl
 from butter_mpi.control import Watch
 from butter_mpi.detached import Detached
+from butter_mpi.planes.entering import Inside
 from butter_mpi.planes.joining import abort
 
 
@@ -22,16 +23,21 @@ def test_an_abort_waits_for_the_call_that_is_stuck(monkeypatch: pytest.MonkeyPat
     library: Any = None
     stuck = threading.Event()
 
-    def call() -> None:
-        stuck.wait()
-        order.append("call")
-        raise OSError
+    inside, entered = Inside(), threading.Event()
 
-    calling = Detached(call)
-    aborting = abort(library, device, 64, calling)
+    def call() -> None:
+        with inside:
+            entered.set()
+            stuck.wait()
+            order.append("call")
+            raise OSError
+
+    Detached(call)
+    assert entered.wait(10)
+    aborting = abort(library, device, 64, inside)
     assert not aborting.done
     stuck.set()
     aborting.result(Watch(10), "aborting")
     assert order == ["call", "context", 64]
-    abort(library, device, 72, None).result(Watch(10), "aborting")
+    abort(library, device, 72, inside).result(Watch(10), "aborting")
     assert order[-1] == 72

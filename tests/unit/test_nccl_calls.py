@@ -21,7 +21,7 @@ ROWS = {row[3]: row for row in FACTS["functions"]}
 ENUMS = {row[0] for row in FACTS["enums"]}
 ANSWERED_BY_THE_RECORDER = {"ncclGetVersion", "ncclGetErrorString", "ncclGetLastError"}
 WIDE = 0xFEDC_BA98_7654_3210
-COMM, STREAM, SEND, RECV, COUNT = WIDE, WIDE + 1, WIDE + 2, WIDE + 3, 2**33 + 1
+COMM, RECV, COUNT = WIDE, WIDE + 3, 2**33 + 1
 
 
 @pytest.fixture(scope="module")
@@ -151,44 +151,8 @@ def test_a_prepared_call_keeps_what_it_needs(recorder: Recorder) -> None:
 # The checked functions.
 
 Call = Callable[[Library], Any]
-NUMBERS = {"count": str(COUNT), "datatype": "7", "comm": hex(COMM), "stream": hex(STREAM)}
 
 ENQUEUED: dict[str, tuple[Call, str, dict[str, str]]] = {
-    "all_reduce": (
-        lambda lib: nccl.all_reduce(lib, SEND, RECV, COUNT, 7, 2, COMM, STREAM),
-        "ncclAllReduce",
-        {**NUMBERS, "sendbuff": hex(SEND), "recvbuff": hex(RECV), "op": "2"},
-    ),
-    "broadcast": (
-        lambda lib: nccl.broadcast(lib, None, RECV, COUNT, 7, 3, COMM, STREAM),
-        "ncclBroadcast",
-        {**NUMBERS, "sendbuff": "0", "recvbuff": hex(RECV), "root": "3"},
-    ),
-    "reduce": (
-        lambda lib: nccl.reduce(lib, SEND, None, COUNT, 7, 2, 3, COMM, STREAM),
-        "ncclReduce",
-        {**NUMBERS, "sendbuff": hex(SEND), "recvbuff": "0", "op": "2", "root": "3"},
-    ),
-    "all_gather": (
-        lambda lib: nccl.all_gather(lib, SEND, RECV, 5, 7, COMM, STREAM),
-        "ncclAllGather",
-        {"sendcount": "5", "datatype": "7", "comm": hex(COMM), "sendbuff": hex(SEND), "recvbuff": hex(RECV)},
-    ),
-    "reduce_scatter": (
-        lambda lib: nccl.reduce_scatter(lib, SEND, RECV, 5, 7, 2, COMM, None),
-        "ncclReduceScatter",
-        {"recvcount": "5", "datatype": "7", "op": "2", "comm": hex(COMM), "recvbuff": hex(RECV), "stream": "0"},
-    ),
-    "send": (
-        lambda lib: nccl.send(lib, SEND, COUNT, 7, 3, COMM, STREAM),
-        "ncclSend",
-        {**NUMBERS, "sendbuff": hex(SEND), "peer": "3"},
-    ),
-    "recv": (
-        lambda lib: nccl.recv(lib, RECV, COUNT, 7, 3, COMM, STREAM),
-        "ncclRecv",
-        {**NUMBERS, "recvbuff": hex(RECV), "peer": "3"},
-    ),
     "group_end": (nccl.group_end, "ncclGroupEnd", {}),
     "init_rank_config": (
         lambda lib: nccl.init_rank_config(lib, nccl.Handle(), 4, UNIQUE_ID, 3, nccl.make_config(lib)),

@@ -49,7 +49,7 @@ said["texts"] = [library.function("ncclGetErrorString")(code).decode() for code 
 ask("id NULL", nccl.call, library, "ncclGetUniqueId", None)
 ask("state NULL", nccl.get_async_error, library, 0)
 ask("count NULL", nccl.comm_count, library, 0)
-ask("all_reduce NULL", nccl.all_reduce, library, 0, 0, 1, 7, 0, 0, None)
+ask("all_reduce NULL", nccl.call, library, "ncclAllReduce", 0, 0, 1, 7, 0, 0, None)
 ask("built-in operator", nccl.destroy_redop, library, 0, 0)
 ask("destroy NULL", nccl.destroy, library, 0)
 ask("abort NULL", nccl.abort, library, 0)

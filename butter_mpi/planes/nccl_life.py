@@ -1,0 +1,295 @@
+"""The life of the communicator that the nccl plane stands on: started within a bound, ended, and made again.
+
+NCCL has no timeout of its own in any of these: each call that can wait for other ranks is polled, or made in a thread
+of its own that can be left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from butter_mpi import nccl
+from butter_mpi._libnccl import Library
+from butter_mpi.collectives import Operation
+from butter_mpi.control import Control, Overdue, Watch
+from butter_mpi.detached import Detached
+from butter_mpi.device import Device
+from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.errors import (
+    ButterError,
+    CollectiveTimeoutError,
+    CommunicatorBrokenError,
+    CUDAError,
+    NCCLError,
+    StartError,
+    TransportError,
+    text_of,
+)
+from butter_mpi.nccl_log import Capture
+from butter_mpi.planes.entering import Inside
+from butter_mpi.planes.issuing import Issuer, Kept
+from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
+from butter_mpi.planes.on_device import OnDevice
+from butter_mpi.planes.peers import PeerPlane
+from butter_mpi.planes.waiting import error_from
+from butter_mpi.sentinel.client import WATCHED
+from butter_mpi.transport import chosen, judge
+from butter_mpi.unique_id import NO_ID
+
+__all__ = ["NcclLife"]
+
+_LOG = logging.getLogger("butter_mpi")
+_BARRIER_BYTES = 4
+_CLOSE_SECONDS = 2.0
+
+
+class NcclLife(OnDevice, PeerPlane):
+    """Base of ``NcclPlane``: it has a NCCL communicator, and what operations need on the device.
+
+    Parameters
+    ----------
+    comms, mpi : tuple, module
+        Of ``PeerPlane``.
+    library : Library
+        NCCL.
+    ordinal : int
+        This rank's device, among the visible ones.
+    node : str
+        What tells this machine from others.
+    stream : int, optional
+        The ordered stream; without it, a non-blocking one of this plane.
+    required : str, optional
+        The transport that NCCL must be seen to use.
+    **options
+        Of ``PeerPlane``.
+    """
+
+    def __init__(
+        self,
+        comms: tuple[Control, Any, Any],
+        mpi: Any,
+        *,
+        library: Library,
+        ordinal: int,
+        node: str,
+        stream: int | None = None,
+        required: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(comms, mpi, **options)
+        self._transport_errors = (mpi.Exception, NCCLError, CUDAError)
+        self._library, self._ordinal, self._given_stream = library, ordinal, stream
+        self._node, self._required = node, required
+        self.transport: dict[str, list[int]] = {}
+        self._comm: int | None = None
+        # An error of a start is said before another rank ends the job for it.
+        self._close_seconds = 0.0
+        self._inside = Inside()
+        self._stopping: list[Detached] = []
+
+    def _open(self) -> None:
+        """Take the device, and make what every operation needs."""
+        if self._device is not None:
+            return
+        self._device = device = Device.of(self._ordinal)
+        self._kept = kept = Kept(device)
+        own, self._aside = kept.stream(), kept.stream()
+        self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
+        self._events = (kept.event(), kept.event())
+        self._issuer = Issuer(self._library, device, kept, self._rank, self._world_size)
+        self._barrier_buffer = kept.buffer(_BARRIER_BYTES)
+        device.fill(self._barrier_buffer, 0, _BARRIER_BYTES, self.stream)
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def start(self, watch: Watch) -> None:
+        """Make the NCCL communicator with every other rank, connected, within `watch`.
+
+        Raises
+        ------
+        StartError
+            It failed on this rank, or on another one, which has said so.
+        Overdue
+            Not every rank came in time.
+        """
+        bound = Bound(watch, self._look_at_start)
+        self._close_seconds = 0.0
+        try:
+            self._open()
+            with Capture() as log:
+                self._comm = join(self._library, self.device, self._control, bound)
+                self._connect(bound)
+                found = log.connections().as_dict()
+            self._verify(found, bound)
+            self._close_seconds = _CLOSE_SECONDS
+        except (Overdue, TransportError):
+            self._stop()
+            raise
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, StartError) and error.phase == NO_ID:
+                # Every rank has been told, in the same words.
+                raise
+            failed = self._start_failed(error, watch.elapsed)
+            if isinstance(error, Exception):
+                raise failed from error
+            raise
+
+    def _start_failed(self, error: BaseException, elapsed: float) -> StartError:
+        """Return the error, after telling it to the other ranks: they wait for this one."""
+        told = self._control.broken is not None
+        if told and isinstance(error, StartError):
+            return error
+        hint = ". Look at NCCL's log (NCCL_DEBUG=INFO)" if isinstance(error, NCCLError) else ""
+        said = error.message if isinstance(error, ButterError) else text_of(error)
+        watched = isinstance(error, StartError) and error.phase == WATCHED
+        text = said if watched else f"{self.who}: start: {said}{hint}"
+        phase = error.phase if isinstance(error, StartError) else "NCCL init"
+        if not told:
+            notice = {"error": "StartError", "text": text, "lost": [], "phase": phase}
+            self._control.send(self._control.peers, "broken", notice)
+        return StartError(text, phase=phase, elapsed=elapsed)
+
+    def _verify(self, found: dict[str, Any], bound: Bound) -> None:
+        """Tell every rank what NCCL's log says of this one: the communicator stands everywhere, on what is required."""
+        mine = json.dumps({"node": self._node, "found": found}).encode()
+        every = self._control.all_gather_any(mine, bound.watch, "comparing transports", bound.look)
+        said = [json.loads(one) for one in every]
+        finding = judge(self._required, [one["found"] for one in said], [one["node"] for one in said])
+        if finding is not None:
+            raise TransportError(
+                f"{finding.message}; {finding.remedy}",
+                required=self._required,
+                found=tuple(chosen([one["found"] for one in said])),
+            )
+        self.transport = chosen([one["found"] for one in said])
+
+    def _look_at_start(self) -> None:
+        self._control.pump()
+        if self._control.broken is not None:
+            raise error_from(self.who, *self._control.broken)
+        if self._sentinel is not None:
+            self._sentinel.look_at_start()
+
+    def _connect(self, bound: Bound) -> None:
+        """Connect by one small operation: the host call makes connections, and would wait without a bound."""
+        self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, "connecting")
+        while not self.device.ready(self.stream):
+            if bound.watch.tick():
+                raise Overdue("the first operation", bound.watch.elapsed)
+            self._ask_nccl()
+            bound.look()
+
+    def _aside_until_done(self, call: Callable[[], Any], bound: Bound, phase: str) -> None:
+        """Make a host call that can wait for other ranks inside NCCL, in a thread that can be left to itself."""
+        device = self.device
+
+        def run() -> None:
+            device.make_current()
+            call()
+
+        Detached(run).result(bound.watch, phase, bound.look)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _issue(self, operations: Sequence[Operation]) -> None:
+        with self._inside:
+            self._issuer.issue(self._handle("submitting"), operations)
+
+    def _handle(self, what: str) -> int:
+        """Return the communicator's handle, to a thread that is marked as inside; another may have taken it away."""
+        comm = self._comm
+        if comm is None:
+            self.health.check(self.who, what)
+            raise CommunicatorBrokenError(f"{self.who}: {what}: there is no NCCL communicator")
+        return comm
+
+    def _barrier_operation(self, stream: int | None = None) -> Operation:
+        """NCCL returns at once from an empty operation and synchronises nothing: a barrier reduces one element."""
+        own, where = self._barrier_buffer, self.stream if stream is None else stream
+        return Operation("all_reduce", 1, DType.FLOAT32, own, own, ReduceOp.SUM, stream=where)
+
+    def _ask_nccl(self) -> None:
+        with self._inside:
+            comm = self._comm
+            if comm is not None:
+                state = nccl.get_async_error(self._library, comm)
+                nccl.check(self._library, "a communication in the background", state, in_progress=True)
+
+    # -- end and return ----------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        # Whoever closes what broke before has an error to tell, and others wait for that.
+        self._close_seconds = self._close_seconds if self.health.closed else 0.0
+        self._stop_from_outside()
+
+    def _stop_from_outside(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self._stopping.append(abort(self._library, self.device, comm, self._inside))
+
+    def _release(self) -> None:
+        super()._release()
+        comm, self._comm = self._comm, None
+        stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"
+        registered = list(self._handles.values())
+        ending = None if comm is None else Detached(lambda: self._destroy(comm, registered), stuck, self.deadline)
+        try:
+            Detached(lambda: self._clean_up(ending)).result(Watch(self._close_seconds), "closing")
+        except Overdue:
+            # It goes on by itself; if the communicator has not come to its end when the process ends, the job fails.
+            if ending is not None and not ending.done:
+                _LOG.warning("%s: closing: still waiting for %s", self.who, self.last or "what is under way")
+        except (NCCLError, CUDAError) as error:
+            _LOG.warning("%s: closing: %s", self.who, error)
+
+    def _destroy(self, comm: int, registered: Sequence[Any]) -> None:
+        """End a healthy communicator, which waits for its work."""
+        self.device.make_current()
+        with contextlib.ExitStack() as ends:
+            ends.callback(nccl.destroy, self._library, comm)
+            for one in registered:
+                ends.callback(nccl.deregister, self._library, comm, one)
+
+    def _clean_up(self, ending: Detached | None) -> None:
+        """Give back what this communicator has, last made first, once nothing can use it any more.
+
+        A call that never came back from NCCL may still, and keeps it.
+        """
+        for call in [*self._stopping, *([ending] if ending is not None else [])]:
+            call.wait()
+        if self._device is not None:
+            self._device.make_current()
+            self._kept.close()
+        if ending is not None:
+            ending.result(Watch(None), "destroying")
+
+    def _reconnect(self) -> None:
+        self._stop()
+        for stopping in self._stopping:
+            with contextlib.suppress(Overdue, NCCLError):
+                stopping.result(Watch(ABORT_SECONDS), "aborting")
+        super()._reconnect()
+        try:
+            self.start(Watch(self._start_deadline))
+        except (StartError, Overdue) as error:
+            late = isinstance(error, Overdue)
+            kind = CollectiveTimeoutError if late else CommunicatorBrokenError
+            raise kind(
+                f"{self.who}: attempt_reconnect: {error}", operation="attempt_reconnect", phase="reconnect"
+            ) from error
+
+    def native(self) -> tuple[Library, int]:
+        """Return NCCL and the handle of the communicator, which is void once this one breaks or ends.
+
+        Raises
+        ------
+        CommunicatorBrokenError, CommunicatorClosedError
+            It is void.
+        """
+        self._check("native")
+        return self._library, self._handle("native")

@@ -1,0 +1,344 @@
+"""The one path on which operations are submitted: their turn, their health, their number; and how that path ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from butter_mpi.collectives import Operation, call_site, control_signature, describe, signature
+from butter_mpi.errors import ButterError, CommunicatorBrokenError, PeerLostError, text_of
+from butter_mpi.lane import LANE, Health
+
+__all__ = ["Numbered", "Submitting"]
+
+Numbered = tuple[Operation, dict[str, Any]]
+_CLOSE_PATIENCE = 1.0
+
+
+class Submitting(ABC):
+    """Base of ``Plane``: takes checked operations, whatever they are and wherever their data lies.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        Identity.
+    who : str
+        This rank, as messages name it.
+    deadline : float
+        The collective deadline in seconds.
+    on_poison : callable
+        Called once with this plane when it is poisoned (the bootstrap ends the job there if asked to).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        who: str,
+        deadline: float,
+        on_poison: Callable[[Any], None] = lambda _plane: None,
+    ) -> None:
+        self._rank, self._world_size = rank, world_size
+        self.who, self.deadline = who, deadline
+        self.health = Health()
+        self.sequence = 0
+        self._last: dict[str, Any] | None = None
+        self._flight: dict[str, Any] | None = None
+        self._pairs: dict[tuple[int, str], int] = {}
+        self._pairs_from = 0
+        self._on_poison = on_poison
+        self.exit_status = 1
+        self.owner: object = None
+        self._transport_errors: tuple[type[Exception], ...] = ()
+        self._group: list[Operation] | None = None
+        self._group_marks: list[int] = []
+        self._group_thread = 0
+
+    # -- the one path ------------------------------------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> None:
+        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group."""
+        with LANE.held(self.who, operation.kind, self.deadline):
+            self._check(operation.kind)
+            self._admit(operation)
+            if self._group is None:
+                self._run([operation])
+            else:
+                self._group.append(replace(operation, waits=False))
+
+    def _run(self, operations: Sequence[Operation]) -> None:
+        ordered = self._ordered(operations)
+        self._check_own_pairs(ordered)
+        with self._poisoning(signature(ordered[0], self._next_number(ordered[0]))):
+            numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
+            for operation, record in numbered:
+                self._record(operation, record["n"])
+            self._execute(numbered)
+            self._last = numbered[-1][1]
+
+    def _record(self, operation: Operation, number: int) -> None:  # noqa: B027 - one rank alone has no watcher
+        """Write a submission where the watcher sees it."""
+
+    @contextmanager
+    def _poisoning(self, record: dict[str, Any]) -> Iterator[None]:
+        """Mark what is in flight, and poison this communicator with whatever ends the body."""
+        self._flight = record
+        try:
+            yield
+        except CommunicatorBrokenError as error:
+            self.poison(error)
+            raise
+        except self._transport_errors as error:
+            cause = self._failed(record, error)
+            self.poison(cause)
+            raise cause from error
+        except BaseException as error:
+            self.poison(self._interrupted(record, error))
+            raise
+        finally:
+            self._flight = None
+
+    @property
+    def last(self) -> str:
+        """The last operation, as messages name it; empty: there was none."""
+        return "" if self._last is None else describe(self._last)
+
+    @property
+    def in_flight(self) -> str:
+        """The operation that a thread is in now; empty: none."""
+        record = self._flight
+        return "" if record is None else describe(record)
+
+    def all_gather_json(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload over the control plane; compared like an operation, it takes no number."""
+        return self._exchanged("all_gather_json", payload)
+
+    def _exchanged(self, what: str, payload: bytes, **compared: Any) -> list[bytes]:
+        """Return every rank's payload of a call that all ranks make together, with the same `compared`."""
+        record = {**control_signature(what, self.sequence, call_site()), **compared}
+        with LANE.held(self.who, what, self.deadline):
+            self._check(what)
+            if self._group is not None:
+                raise ValueError(f"{self.who}: {what} inside a group; end it first")
+            with self._poisoning(record):
+                return self._exchange(payload, record)
+
+    def _admit(self, operation: Operation) -> None:  # noqa: B027 - most planes take everything
+        """Raise ``ValueError`` or ``NotSupportedError`` where this plane cannot take an operation."""
+
+    @abstractmethod
+    def _execute(self, numbered: Sequence[Numbered]) -> None:
+        """Move the data of operations that are numbered and in the order that all ranks agree on."""
+
+    @abstractmethod
+    def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
+        """Return every rank's payload."""
+
+    @abstractmethod
+    def _reconnect(self) -> None:
+        """Make the communicator anew, with every other rank."""
+
+    @abstractmethod
+    def _announce(self, cause: CommunicatorBrokenError) -> None:
+        """Tell the peers the first cause."""
+
+    @abstractmethod
+    def _listen(self) -> None:
+        """Take news of the peers."""
+
+    def _stop(self) -> None:  # noqa: B027 - host planes have nothing under way by themselves
+        """Stop what is under way, after a failure; waits for nothing."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Say goodbye and give the plane's resources back; called once, on the lane where it can be had."""
+
+    def _ordered(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Return collectives in program order, then pairs: the order in which peers compare them."""
+        return sorted(operations, key=lambda operation: operation.rule.paired)
+
+    def _next_number(self, operation: Operation) -> int:
+        if operation.rule.paired:
+            assert operation.peer is not None
+            return self._pairs.get((operation.peer, operation.kind), self._pairs_from) + 1
+        return self.sequence + 1
+
+    def _number(self, operation: Operation) -> int:
+        number = self._next_number(operation)
+        if operation.rule.paired:
+            assert operation.peer is not None
+            self._pairs[operation.peer, operation.kind] = number
+        else:
+            self.sequence = number
+        return number
+
+    def _check_own_pairs(self, operations: Sequence[Operation]) -> None:
+        for send, recv in self._own_pairs(operations):
+            if send is None or recv is None or (send.count, send.dtype) != (recv.count, recv.dtype):
+                raise ValueError(
+                    f"{self.who}: a send to this rank itself needs its recv, of the same count and dtype, in one group"
+                )
+
+    def _own_pairs(self, operations: Sequence[Operation]) -> list[tuple[Operation | None, Operation | None]]:
+        own = [operation for operation in operations if operation.peer == self._rank]
+        sends = [operation for operation in own if operation.kind == "send"]
+        return list(itertools.zip_longest(sends, [operation for operation in own if operation.kind == "recv"]))
+
+    def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
+        return CommunicatorBrokenError(
+            f"{self.who}: {describe(record)}: {error if isinstance(error, ButterError) else f'MPI failed: {error}'}",
+            sequence=record["n"],
+            operation=record["kind"],
+            phase="collective",
+        )
+
+    def _gave_up(self, how: str) -> CommunicatorBrokenError:
+        return PeerLostError(
+            f"{self.who}: {how} while in {self.in_flight}",
+            lost_ranks=(self._rank,),
+            sequence=self.sequence,
+            phase="abort",
+        )
+
+    def _interrupted(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
+        return CommunicatorBrokenError(
+            f"{self.who}: {describe(record)}: interrupted by {text_of(error)}. Others may have gone on",
+            lost_ranks=(self._rank,),
+            sequence=record["n"],
+            operation=record["kind"],
+            phase="collective",
+        )
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def group_start(self) -> None:
+        """Begin a group; the lane stays held."""
+        LANE.take(self.who, "group", self.deadline)
+        try:
+            self._check("group")
+        except BaseException:
+            LANE.give()
+            raise
+        if self._group is None:
+            self._group, self._group_thread = [], threading.get_ident()
+        self._group_marks.append(len(self._group))
+
+    def group_end(self) -> None:
+        """Submit the group if it is the outermost one."""
+        operations = self._leave_group("group_end", keep=True)
+        try:
+            if operations:
+                self._check("group")
+                for operation in operations:
+                    # What held when it was called may not hold any more.
+                    self._admit(operation)
+                self._run(operations)
+        finally:
+            LANE.give()
+
+    def group_discard(self) -> None:
+        """Leave a group whose body failed: nothing of it is sent, no number is taken."""
+        self._leave_group("group_discard", keep=False)
+        LANE.give()
+
+    def _leave_group(self, what: str, *, keep: bool) -> list[Operation]:
+        if self._group is None or self._group_thread != threading.get_ident():
+            raise ValueError(f"{self.who}: {what} without a group_start of this thread")
+        mark = self._group_marks.pop()
+        if not keep:
+            del self._group[mark:]
+        if self._group_marks:
+            return []
+        operations, self._group = self._group, None
+        return operations
+
+    # -- health and lifecycle ----------------------------------------------------------------------------------------
+
+    def poison(self, cause: CommunicatorBrokenError) -> None:
+        """Refuse every later operation with this first cause, tell the peers, then the policy."""
+        if self.health.poison(cause):
+            if not self.health.closed and not self._ended():
+                self._announce(cause)
+                self._stop()
+            self._on_poison(self)
+
+    def _check(self, what: str) -> None:
+        """Raise if no operation is taken."""
+        LANE.check_fork(self.who, what)
+        if not self.health.closed and self._ended():
+            self.health.closed = "ended by MPI.Finalize"
+        self.health.check(self.who, what)
+
+    def _ended(self) -> bool:
+        """Return whether what the plane stands on is gone."""
+        return False
+
+    def check(self) -> None:
+        """Raise the first cause, also one that a peer has told meanwhile."""
+        LANE.check_fork(self.who, "check_async_error")
+        self.is_healthy()
+        self._check("check_async_error")
+
+    def close(
+        self,
+        how: str = "closed",
+        cause: CommunicatorBrokenError | None = None,
+        patience: float = _CLOSE_PATIENCE,
+    ) -> None:
+        """End this communicator; a second time, it does nothing. With a `cause`, peers are told that it broke.
+
+        An operation that another thread (or the code that a signal handler interrupted) waits in ends by this.
+        """
+        if self.health.closed or LANE.forked:
+            return
+        if cause is None and self.in_flight:
+            cause = self._gave_up(how)
+        if cause is not None:
+            self.health.poison(cause)
+        self.health.closed = how
+        try:
+            LANE.take(self.who, "close", patience)
+        except ButterError:
+            # The thread that holds the lane may be gone for good: what it left half done can only be given up.
+            self._on_poison(self)
+            return
+        try:
+            if not self._ended():
+                if cause is not None:
+                    self._announce(cause)
+                    self._stop()
+                self._release()
+            if cause is not None:
+                self._on_poison(self)
+        finally:
+            self._void()
+            LANE.give()
+
+    @abstractmethod
+    def _void(self) -> None:
+        """Forget what belonged to the communicator that has ended."""
+
+    def is_healthy(self) -> bool:
+        """Return whether the next operation would be taken, by what is known now."""
+        with LANE.tried() as held:
+            if held and self._usable() and not self.in_flight:
+                record = control_signature("listening", self.sequence, "is_healthy")
+                with contextlib.suppress(CommunicatorBrokenError), self._poisoning(record):
+                    self._listen()
+        return self._usable()
+
+    def state(self) -> str:
+        """Return ``"healthy"``, ``"poisoned"``, or how it was closed."""
+        if self._usable():
+            return "healthy"
+        return self.health.closed or ("poisoned" if self.health.cause is not None else "not usable in this process")
+
+    def _usable(self) -> bool:
+        return not (LANE.forked or self.health.closed or self.health.cause is not None or self._ended())
