@@ -65,9 +65,14 @@ class Entry(NamedTuple):
         """The operation."""
         return _name(KINDS, self.signature & 0xFF)
 
+    @property
+    def dtype(self) -> str:
+        """The element type."""
+        return _name(DTYPES, self.signature >> 8 & 0xFF)
+
     def text(self) -> str:
         """Return it as people read it, as ``collectives.describe`` writes it."""
-        facts = f"{_name(DTYPES, self.signature >> 8 & 0xFF)} x {self.elements}"
+        facts = f"{self.dtype} x {self.elements}"
         op, root = self.signature >> 16 & 0xFF, self.signature >> 32
         facts += f", {_name(OPS, op)}" if op != _NONE else ""
         facts += f", root {root}" if root != _NO_ROOT else ""
@@ -168,8 +173,9 @@ class Reader:
 
     Attributes
     ----------
-    floor : int
-        The number that all ranks agreed to go on after; what came before counts no more.
+    floor, pairs_floor : int
+        The numbers of collectives, and of sends and receives, that all ranks agreed to go on after; what came before
+        counts no more.
 
     Raises
     ------
@@ -184,7 +190,7 @@ class Reader:
         self._map = mmap.mmap(fd, SIZE)
         self._words = memoryview(self._map).cast("Q")
         self._last = 0
-        self.floor = 0
+        self.floor = self.pairs_floor = 0
 
     def beat(self) -> None:
         """Tell the rank that its watcher runs."""

@@ -283,7 +283,7 @@ class PeerPlane(Plane):
         self._pairs.clear()
         self._pairs_from = max(pair for _, pair in numbers)
         if self._sentinel is not None:
-            self._sentinel.resume(self.sequence)
+            self._sentinel.resume(self.sequence, self._pairs_from)
 
     def _everybody_there(self) -> None:
         """Raise where a rank has left for good: nobody can reconnect without it."""

@@ -299,12 +299,12 @@ class Sentinel:
         if not self._left:
             messages.send(self._socket, "broken", notice=dict(notice))
 
-    def resume(self, sequence: int) -> None:
-        """Go on after a failure that all ranks survived."""
+    def resume(self, sequence: int, pairs: int) -> None:
+        """Go on after a failure that all ranks survived, from the numbers that they agreed on."""
         with self._lock:
             self._notice = None
         self.recorder.begin_at(sequence)
-        messages.send(self._socket, "resume", sequence=sequence)
+        messages.send(self._socket, "resume", sequence=sequence, pairs=pairs)
 
     def leave(self) -> None:
         """Say goodbye: the end of this process is no fault any more."""

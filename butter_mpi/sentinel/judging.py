@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from butter_mpi.recorder import Entry, Reader
+from butter_mpi.recorder import PAIRS, Entry, Reader
 
-__all__ = ["Late", "Verdict", "Waiting", "first_difference", "mismatch", "ranks_text"]
+__all__ = ["Late", "Pairs", "Verdict", "Waiting", "first_difference", "mismatch", "ranks_text"]
 
 FIRST_WARNING = 5.0
 
@@ -80,17 +80,19 @@ def mismatch(found: Mapping[int, Entry]) -> Verdict:
     groups: dict[str, list[int]] = {}
     for rank, text in records.items():
         groups.setdefault(text, []).append(rank)
-    number = next(iter(found.values())).number
+    first = next(iter(found.values()))
+    paired = first.kind in ("send", "recv")
+    what = f"send and recv #{first.number}" if paired else f"number {first.number}"
     lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in groups.items())
     return Verdict(
         "CollectiveMismatchError",
         (),
-        f"ranks submitted different operations as number {number}. Every rank must submit the same operations in the "
+        f"ranks submitted different operations as {what}. Every rank must submit the same operations in the "
         f"same order\n{lines}",
-        n=number,
-        operation=next(iter(found.values())).kind,
+        n=first.number,
+        operation=first.kind,
         records=records,
-        phase="collective",
+        phase="send/recv" if paired else "collective",
     )
 
 
@@ -115,19 +117,82 @@ class Late:
     def __init__(self) -> None:
         self._low, self._waited, self._warn_at = 0, 0.0, FIRST_WARNING
 
-    def look(self, readers: Mapping[int, Reader], passed: float) -> Waiting | None:
-        """Return who waits for whom after `passed` more seconds; ``None``: nobody."""
+    def look(self, readers: Mapping[int, Reader], passed: float) -> list[Waiting]:
+        """Return who waits for whom after `passed` more seconds: nobody, or the first for the last."""
         heads = {rank: reader.head() for rank, reader in readers.items()}
         low, high = min(heads.values()), max(heads.values())
         if low != self._low or low == high:
             self._low, self._waited, self._warn_at = low, 0.0, FIRST_WARNING
-            return None
+            return []
         self._waited += passed
         waiting = (reader.collective(low + 1) for rank, reader in readers.items() if heads[rank] > low)
         entry = next((entry for entry in waiting if entry), None)
         if entry is None:
-            return None
+            return []
         warn = bool(entry.bound) and self._waited >= self._warn_at
         if warn:
             self._warn_at *= 2
-        return Waiting(entry, tuple(rank for rank, head in heads.items() if head == low), self._waited, warn)
+        return [Waiting(entry, tuple(rank for rank, head in heads.items() if head == low), self._waited, warn)]
+
+
+class Pairs:
+    """Sends and receives: the k-th send of one rank to another pairs with the k-th receive there."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, int] = {}
+        # By (sender, receiver), number and rank: the entry, and the seconds that it has waited for its counterpart.
+        self._open: dict[tuple[int, int], dict[int, dict[int, _Open]]] = {}
+
+    def read(self, readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
+        """Take what is new; returns what the two ranks submitted where a pair does not fit."""
+        for rank, reader in readers.items():
+            newest = reader.pairs()
+            first = max(self._read.get(rank, 0) + 1, newest - PAIRS * 7 // 8)
+            for position in range(first, newest + 1):
+                found = reader.pair(position)
+                # A record that is being written is there at the next look.
+                if found is None and position == newest:
+                    break
+                self._read[rank] = position
+                if found is None or found[1].number <= reader.pairs_floor:
+                    continue
+                if differing := self._match(rank, *found):
+                    return differing
+        return None
+
+    def _match(self, rank: int, peer: int, entry: Entry) -> dict[int, Entry] | None:
+        way = (rank, peer) if entry.kind == "send" else (peer, rank)
+        numbers = self._open.setdefault(way, {})
+        theirs = numbers.get(entry.number, {}).get(peer)
+        if theirs is None:
+            numbers.setdefault(entry.number, {})[rank] = _Open(entry)
+            if len(numbers) > PAIRS:
+                # Rings that have lost some cannot be paired any more: only the newest are kept.
+                del numbers[min(numbers)]
+            return None
+        del numbers[entry.number]
+        same = (entry.elements, entry.dtype) == (theirs.entry.elements, theirs.entry.dtype)
+        return None if same else {rank: entry, peer: theirs.entry}
+
+    def look(self, passed: float) -> list[Waiting]:
+        """Return who waits for whom after `passed` more seconds."""
+        found = []
+        for (sender, receiver), numbers in self._open.items():
+            for sides in numbers.values():
+                for rank, one in sides.items():
+                    found.append(one.waiting(receiver if rank == sender else sender, passed))
+        return found
+
+
+class _Open:
+    """A send or receive without its counterpart."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry, self._waited, self._warn_at = entry, 0.0, FIRST_WARNING
+
+    def waiting(self, absent: int, passed: float) -> Waiting:
+        self._waited += passed
+        warn = bool(self.entry.bound) and self._waited >= self._warn_at
+        if warn:
+            self._warn_at *= 2
+        return Waiting(self.entry, (absent,), self._waited, warn)

@@ -22,7 +22,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "judge": {},
     "bye": {},
     "broken": {"notice": dict},
-    "resume": {"sequence": int},
+    "resume": {"sequence": int, "pairs": int},
     # from the watcher
     "ready": {"pid": int},
     "notice": {"notice": dict},

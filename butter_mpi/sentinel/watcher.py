@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from butter_mpi.recorder import Reader
+from butter_mpi.recorder import Entry, Reader
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.crying import cry
-from butter_mpi.sentinel.judging import Late, Verdict, Waiting, first_difference, mismatch, ranks_text
+from butter_mpi.sentinel.judging import Late, Pairs, Verdict, Waiting, first_difference, mismatch, ranks_text
 from butter_mpi.sentinel.process import Process
 
 __all__ = ["Watcher", "main"]
@@ -77,7 +77,7 @@ class Watcher:
         self._poll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._verdict: Verdict | None = None
-        self._late = Late()
+        self._late, self._pairs = Late(), Pairs()
         self._suspect = 0
         self._due = 0.0
         self._looked = time.monotonic()
@@ -188,7 +188,7 @@ class Watcher:
         elif kind == "broken":
             self._broken(rank, message["notice"])
         elif kind == "resume":
-            self._resume(rank, message["sequence"])
+            self._resume(rank, message["sequence"], message["pairs"])
 
     def _ended(self, rank: Rank) -> None:
         self._forget(rank.process.pidfd)
@@ -297,27 +297,30 @@ class Watcher:
         if len(readers) < 2:
             return
         found = first_difference(readers)
-        if found is None:
+        pair = self._pairs.read(readers)
+        if pair is not None:
+            self._judge(mismatch(pair))
+        elif found is not None:
+            self._suspected(found)
+        else:
             self._suspect = 0
-            self._judge_late(readers, passed)
-            return
+            for waiting in [*self._late.look(readers, passed), *self._pairs.look(passed)]:
+                self._judge_late(waiting)
+
+    def _suspected(self, found: dict[int, Entry]) -> None:
+        """Judge what was seen twice: nobody is accused on one reading."""
         number = next(iter(found.values())).number
         if number == self._suspect:
             self._judge(mismatch(found))
-        # Nobody is accused on one reading.
         self._suspect, self._due = number, time.monotonic() + _SOON
 
-    def _judge_late(self, readers: dict[int, Reader], passed: float) -> None:
-        waiting = self._late.look(readers, passed)
-        if waiting is None:
-            return
+    def _judge_late(self, waiting: Waiting) -> None:
         left = tuple(number for number in waiting.absent if self._ranks[number].left)
         if left and waiting.seconds >= _LEFT_GRACE:
             self._judge(self._overdue("PeerLostError", waiting, left, f"{ranks_text(left)}, which closed before it"))
         elif waiting.over:
-            self._judge(
-                self._overdue("CollectiveTimeoutError", waiting, waiting.absent, f"{ranks_text(waiting.absent)}")
-            )
+            absent = waiting.absent
+            self._judge(self._overdue("CollectiveTimeoutError", waiting, absent, ranks_text(absent)))
         elif waiting.warn:
             text = f"{waiting.entry.text()}: has waited {waiting.seconds:.0f} s for {self._positions(waiting.absent)}"
             for rank in self._ranks.values():
@@ -338,14 +341,14 @@ class Watcher:
             n=entry.number,
             operation=entry.kind,
             elapsed=waiting.seconds,
-            phase="collective",
+            phase="send/recv" if entry.kind in ("send", "recv") else "collective",
         )
 
-    def _resume(self, rank: Rank, sequence: int) -> None:
+    def _resume(self, rank: Rank, sequence: int, pairs: int) -> None:
         """Let a rank go on after a failure that all survived, from a number that all agreed on."""
-        rank.reader.floor = sequence
+        rank.reader.floor, rank.reader.pairs_floor = sequence, pairs
         if len({one.reader.floor for one in self._ranks.values() if not one.gone}) == 1:
-            self._verdict, self._late, self._suspect = None, Late(), 0
+            self._verdict, self._late, self._pairs, self._suspect = None, Late(), Pairs(), 0
 
 
 def main() -> None:
