@@ -188,6 +188,31 @@ comm.close()
     assert run(2, program, mpi=mpi).seconds < 9
 
 
+# -- endings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plane", ["host", "nccl"])
+def test_what_broke_and_was_closed_is_forgotten(plane: str) -> None:
+    """A program that survives many aborts keeps none of their communicators; the job still ends as one with a loss."""
+    program = f"""
+import gc, weakref
+for turn in range(3):
+    comm = butter_mpi.init(plane={plane!r})
+    last = weakref.ref(comm.backend)
+    comm.barrier()
+    MPI.COMM_WORLD.Barrier()
+    comm.abort("enough")
+    del comm
+    with butter_mpi.init(plane={plane!r}) as comm:
+        gc.collect()
+        assert last() is None
+say("forgotten")
+MPI.COMM_WORLD.Barrier()
+"""
+    result = run_job(2, HEAD + program, env={**build().env(), **POLICY})
+    assert result.rank_out == ["forgotten\n"] * 2 and result.rc != 0, result.text
+
+
 # -- sizes -----------------------------------------------------------------------------------------------------------
 
 
