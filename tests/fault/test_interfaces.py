@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -48,7 +49,8 @@ SCENES = {
 def in_name_space(*commands: str) -> str:
     """Run commands in a network name space of their own; return what they wrote."""
     line = ["unshare", "--net", "sh", "-ec", "\n".join(commands)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
