@@ -131,7 +131,10 @@ def _tensor_view(tensor: Any, name: str) -> ArrayView:
         raise ValueError(f"{name}: {error}") from None
     count = int(tensor.numel())
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous (shape {tuple(tensor.shape)}); .contiguous() makes a copy")
+        raise ValueError(
+            f"{name} is not contiguous (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} elements); "
+            ".contiguous() makes a copy"
+        )
     return ArrayView(int(tensor.data_ptr()) if count else 0, count, dtype, False, tensor)
 
 

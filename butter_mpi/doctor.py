@@ -120,14 +120,16 @@ def _network(env: Mapping[str, str]) -> Section:
     rows = machine.interfaces()
     value = effective_nccl(env).get("NCCL_SOCKET_IFNAME", (None,))[0]
     chosen, rule = machine.nccl_interfaces(rows, value)
-    found: Section = {
-        row["name"]: f"{'up' if row['up'] else 'down'}, {', '.join(row['addresses']) or 'no address'}" for row in rows
-    }
+    found: Section = {row["name"]: f"{_link(row)}, {', '.join(row['addresses']) or 'no address'}" for row in rows}
     found["NCCL's candidates"] = f"{', '.join(chosen) or 'none'}; {rule}"
     found["RDMA"] = "; ".join(machine.infiniband()) or "no device in /sys/class/infiniband"
     if not chosen:
         found["warnings"] = ["NCCL would find no interface for its bootstrap, which needs one also on one host"]
     return found
+
+
+def _link(row: Mapping[str, Any]) -> str:
+    return "down" if not row["up"] else "up" if row["running"] else "up without a carrier"
 
 
 def _shared_memory() -> Section:

@@ -43,6 +43,7 @@ class Ending:
         self._planes: weakref.WeakSet[Plane] = weakref.WeakSet()
         self._orphans: list[Plane] = []
         self._broken: list[Plane] = []
+        self._lost_status = 0
         self._alone = self._met = False
         self._starting = 0
         self._status = 0
@@ -76,6 +77,7 @@ class Ending:
 
     def watch(self, plane: Plane) -> None:
         """Look at `plane` when the process leaves."""
+        self._settle()
         self._planes.add(plane)
 
     def orphan(self, plane: Plane) -> None:
@@ -85,6 +87,12 @@ class Ending:
     def broken(self, plane: Plane) -> None:
         """Remember a poisoned plane, also after it was dropped."""
         self._broken.append(plane)
+
+    def _settle(self) -> None:
+        """Keep of broken planes that are closed only what they mean for the end: nobody can reconnect them."""
+        for plane in [plane for plane in self._broken if plane.health.closed]:
+            self._broken.remove(plane)
+            self._lost_status = self._lost_status or _status_of(plane)
 
     def met(self, status: int) -> None:
         """Remember that every rank has come to its end: none is lost, and an abort is with `status`."""
@@ -161,11 +169,11 @@ class Ending:
             plane.close(how, None if error is None else _ended_by(plane, error), patience)
             # A lane that a dead thread holds is waited for once.
             patience = 0.0
-        for plane in self._broken:
-            cause = plane.health.cause
-            if cause is not None and cause.lost_ranks and plane.world_size() > 1 and not self._met:
+        self._settle()
+        for status in (self._lost_status, *map(_status_of, self._broken)):
+            if status and not self._met:
                 unsafe = True
-                self._status = self._status or plane.exit_status
+                self._status = self._status or status
         return unsafe
 
     def abort_job(self, status: int) -> NoReturn:
@@ -186,6 +194,12 @@ class Ending:
         with contextlib.suppress(Exception):
             _unlink_mapped(_SEGMENTS)
         os._exit(status)
+
+
+def _status_of(plane: Plane) -> int:
+    """Return the status with which the job ends because of a plane that lost ranks; 0: it lost none."""
+    cause = plane.health.cause
+    return plane.exit_status if cause is not None and cause.lost_ranks and plane.world_size() > 1 else 0
 
 
 def _flush() -> None:

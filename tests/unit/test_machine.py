@@ -10,15 +10,19 @@ import pytest
 from butter_mpi.machine import infiniband, interfaces, nccl_interfaces, remove_ipc, shared_memory
 
 
-def rows(*names: str, down: str = "", bare: str = "") -> list[dict[str, Any]]:
-    """Return interfaces of these names; one may be down, one without an address."""
-    return [{"name": n, "up": n != down, "addresses": [] if n == bare else ["10.0.0.1"]} for n in names]
+def rows(*names: str, down: str = "", bare: str = "", loose: str = "", six: str = "") -> list[dict[str, Any]]:
+    """Return interfaces of these names; one may be down, without an address, without a carrier, or of IPv6 alone."""
+    found = []
+    for name in names:
+        addresses = [] if name == bare else ["::1" if name == "lo" else "fd00::1"] if name == six else ["10.0.0.1"]
+        found.append({"name": name, "up": name != down, "running": name not in (down, loose), "addresses": addresses})
+    return found
 
 
 def test_this_machine_has_a_loopback() -> None:
     """The interfaces of this machine are listed with their addresses."""
     found = {row["name"]: row for row in interfaces()}
-    assert found["lo"]["up"]
+    assert found["lo"]["up"] and found["lo"]["running"]
     assert "127.0.0.1" in found["lo"]["addresses"]
 
 
@@ -28,7 +32,10 @@ def test_this_machine_has_a_loopback() -> None:
         (rows("lo", "docker0", "eth0", "ib0"), None, ["ib0"]),
         (rows("lo", "docker0", "virbr0", "eth0", "eno1"), None, ["eth0", "eno1"]),
         (rows("lo", "docker0", "eth0", down="eth0"), None, ["docker0"]),
+        (rows("lo", "docker0", "eth0", loose="eth0"), None, ["docker0"]),
         (rows("lo", "eth0", bare="eth0"), None, ["lo"]),
+        (rows("lo", six="lo"), None, []),
+        (rows("eth0", "eth1", six="eth0"), None, ["eth1", "eth0"]),
         (rows("lo", "eth0", down="lo", bare="eth0"), None, []),
         (rows("lo", "eth0", "eth01", "eno1"), "eth", ["eth0", "eth01"]),
         (rows("lo", "eth0", "eth01", "eno1"), "=eth0", ["eth0"]),
