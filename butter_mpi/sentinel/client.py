@@ -130,7 +130,9 @@ class Sentinel:
         file: str,
     ) -> None:
         self._who, self._rank = who, rank
-        self._notice: dict[str, Any] | None = None
+        # By epoch, which each reconnect ends: what is still under way of the old one must not break the new one.
+        self._notices: dict[int, dict[str, Any]] = {}
+        self._epoch = 0
         self._on_notice: Callable[[Mapping[str, Any]], None] | None = None
         self._ready = threading.Event()
         self._lock = threading.Lock()
@@ -221,8 +223,9 @@ class Sentinel:
 
     def look_at_start(self) -> None:
         """Raise what the watcher has said, while there is no plane yet that could."""
-        if self._notice is not None:
-            raise StartError(f"{self._who}: start: {self._notice['text']}", phase=WATCHED)
+        notice = self._notices.get(self._epoch)
+        if notice is not None:
+            raise StartError(f"{self._who}: start: {notice['text']}", phase=WATCHED)
 
     def deliver_to(self, on_notice: Callable[[Mapping[str, Any]], None], judged: bool) -> None:
         """Hand verdicts to `on_notice` from now on, in the listening thread; one that has come, at once.
@@ -232,7 +235,7 @@ class Sentinel:
         if judged:
             messages.send(self._socket, "judge")
         with self._lock:
-            self._on_notice, notice = on_notice, self._notice
+            self._on_notice, notice = on_notice, self._notices.get(self._epoch)
         if notice is not None:
             on_notice(notice)
 
@@ -255,13 +258,13 @@ class Sentinel:
                 message = messages.receive(self._socket)
                 if message is None:
                     if not self._left:
-                        self._take(_lost_watcher("has ended (killed?)"))
+                        self._take(_lost_watcher("has ended (killed?)"), self._epoch)
                     return
                 self._hear(message)
             if self.recorder.beat() != beat:
                 beat, stale = self.recorder.beat(), Watch(_STALE)
             elif stale.tick() and self._watcher and (self._watcher_stopped() or stale.elapsed >= _STARVED):
-                self._take(_lost_watcher(f"has not looked for {stale.elapsed:.1f} s (stopped?)"))
+                self._take(_lost_watcher(f"has not looked for {stale.elapsed:.1f} s (stopped?)"), self._epoch)
                 return
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -270,7 +273,7 @@ class Sentinel:
             _let_look(self._watcher)
             self._ready.set()
         elif message["kind"] == "notice":
-            self._take(message["notice"])
+            self._take(message["notice"], message["epoch"])
         elif message["kind"] == "warning":
             _LOG.warning("%s: %s", self._who, message["text"])
 
@@ -284,11 +287,10 @@ class Sentinel:
         finally:
             watcher.close()
 
-    def _take(self, notice: dict[str, Any]) -> None:
+    def _take(self, notice: dict[str, Any], epoch: int) -> None:
         with self._lock:
-            if self._notice is not None:
-                return
-            self._notice, on_notice = notice, self._on_notice
+            first = self._notices.setdefault(epoch, notice) is notice
+            on_notice = self._on_notice if first and epoch == self._epoch else None
         if on_notice is not None:
             on_notice(notice)
 
@@ -297,14 +299,14 @@ class Sentinel:
     def tell(self, notice: Mapping[str, Any]) -> None:
         """Tell every other rank what broke here."""
         if not self._left:
-            messages.send(self._socket, "broken", notice=dict(notice))
+            messages.send(self._socket, "broken", notice=dict(notice), epoch=self._epoch)
 
     def resume(self, sequence: int, pairs: int) -> None:
         """Go on after a failure that all ranks survived, from the numbers that they agreed on."""
         with self._lock:
-            self._notice = None
+            self._epoch += 1
         self.recorder.begin_at(sequence)
-        messages.send(self._socket, "resume", sequence=sequence, pairs=pairs)
+        messages.send(self._socket, "resume", sequence=sequence, pairs=pairs, epoch=self._epoch)
 
     def leave(self) -> None:
         """Say goodbye: the end of this process is no fault any more."""

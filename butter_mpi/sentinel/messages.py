@@ -21,11 +21,11 @@ FIELDS: dict[str, dict[str, type]] = {
     "hello": {"rank": int, "secret": str},
     "judge": {},
     "bye": {},
-    "broken": {"notice": dict},
-    "resume": {"sequence": int, "pairs": int},
+    "broken": {"notice": dict, "epoch": int},
+    "resume": {"sequence": int, "pairs": int, "epoch": int},
     # from the watcher
     "ready": {"pid": int},
-    "notice": {"notice": dict},
+    "notice": {"notice": dict, "epoch": int},
     "warning": {"text": str},
 }
 
@@ -45,7 +45,8 @@ def pack(kind: str, **fields: Any) -> bytes:
 def _shortened(fields: dict[str, Any]) -> dict[str, Any]:
     notice = fields.get("notice")
     if isinstance(notice, dict):
-        return {"notice": {**notice, "text": str(notice.get("text"))[:_LONGEST_TEXT], "records": {}, "lost": []}}
+        cut = {**notice, "text": str(notice.get("text"))[:_LONGEST_TEXT], "records": {}, "lost": []}
+        return {**fields, "notice": cut}
     return {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
 
 

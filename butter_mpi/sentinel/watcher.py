@@ -52,6 +52,7 @@ class Rank:
         self.process = Process(_peer(sock)[0])
         self.judged = self.left = self.gone = False
         self.stopped = 0.0
+        self.epoch = 0
 
     def last(self) -> str:
         """Return its last submission, for a message."""
@@ -76,7 +77,8 @@ class Watcher:
         self._ranks: dict[int, Rank] = {}
         self._poll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._verdict: Verdict | None = None
+        # By epoch: ranks that go on after a failure, which all survived, begin a new one, one after another.
+        self._verdicts: dict[int, Verdict] = {}
         self._late, self._pairs = Late(), Pairs()
         self._suspect = 0
         self._due = 0.0
@@ -143,7 +145,7 @@ class Watcher:
             rank = self._introduced(sock, messages.unpack(data), fds)
         except OSError as error:
             text = f"the watcher of this node cannot see this process ({error.strerror}): another PID namespace?"
-            messages.send(sock, "notice", notice=Verdict("PeerLostError", (), text, phase="watcher").notice())
+            messages.send(sock, "notice", notice=Verdict("PeerLostError", (), text, phase="watcher").notice(), epoch=0)
             sock.close()
             return
         except ValueError:
@@ -157,8 +159,8 @@ class Watcher:
         self._watch(rank.process.pidfd, lambda: self._ended(rank))
         if self._ranks.keys() == self._expected:
             self._tell("ready", pid=os.getpid())
-        if self._verdict is not None:
-            messages.send(sock, "notice", notice=self._verdict.notice())
+        for epoch, verdict in self._verdicts.items():
+            messages.send(sock, "notice", notice=verdict.notice(), epoch=epoch)
 
     def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
         if message["kind"] != "hello" or message["secret"] != self._config["secret"] or len(fds) != 1:
@@ -186,9 +188,9 @@ class Watcher:
         elif kind == "judge":
             rank.judged = True
         elif kind == "broken":
-            self._broken(rank, message["notice"])
+            self._broken(rank, message["notice"], message["epoch"])
         elif kind == "resume":
-            self._resume(rank, message["sequence"], message["pairs"])
+            self._resume(rank, message["sequence"], message["pairs"], message["epoch"])
 
     def _ended(self, rank: Rank) -> None:
         self._forget(rank.process.pidfd)
@@ -214,7 +216,7 @@ class Watcher:
             )
         )
 
-    def _broken(self, rank: Rank, notice: dict[str, Any]) -> None:
+    def _broken(self, rank: Rank, notice: dict[str, Any], epoch: int) -> None:
         """Take over what a rank says of its communicator: it broke."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
             self._judge(
@@ -228,19 +230,27 @@ class Watcher:
                     elapsed=float(notice["elapsed"]),
                     phase=str(notice["phase"]),
                 ),
+                epoch,
                 said_by=rank,
             )
 
-    def _judge(self, verdict: Verdict, said_by: Rank | None = None) -> None:
-        """Keep the first verdict, and say it: to people, to the ranks, to the file."""
-        if self._verdict is not None:
+    @property
+    def _epoch(self) -> int:
+        """The newest epoch that a rank has begun."""
+        return max((rank.epoch for rank in self._ranks.values()), default=0)
+
+    def _judge(self, verdict: Verdict, epoch: int | None = None, said_by: Rank | None = None) -> None:
+        """Keep the first verdict of an epoch, and say it: to people, to the ranks, to the file."""
+        epoch = self._epoch if epoch is None else epoch
+        if epoch in self._verdicts:
             return
-        self._verdict = verdict
+        self._verdicts[epoch] = verdict
         source = "seen by the watcher" if said_by is None else f"told by rank {said_by.number}"
         self._cry(f"butter_mpi: {verdict.text} ({source})\n", said_by)
         for rank in self._ranks.values():
             if rank is not said_by and not (rank.left or rank.gone):
-                messages.send(rank.sock, "notice", notice={**verdict.notice(), "by": getattr(said_by, "number", -1)})
+                notice = {**verdict.notice(), "by": getattr(said_by, "number", -1)}
+                messages.send(rank.sock, "notice", notice=notice, epoch=epoch)
         self._write(verdict)
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
@@ -283,7 +293,8 @@ class Watcher:
         awake = any(state == "alive" for state in states.values())
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
         self._judge_stopped(living, states, passed if awake else 0.0)
-        if self._verdict is None and awake and self._ranks.keys() == self._expected:
+        together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
+        if self._epoch not in self._verdicts and together and awake and self._ranks.keys() == self._expected:
             self._judge_submissions(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
@@ -344,11 +355,11 @@ class Watcher:
             phase="send/recv" if entry.kind in ("send", "recv") else "collective",
         )
 
-    def _resume(self, rank: Rank, sequence: int, pairs: int) -> None:
-        """Let a rank go on after a failure that all survived, from a number that all agreed on."""
-        rank.reader.floor, rank.reader.pairs_floor = sequence, pairs
-        if len({one.reader.floor for one in self._ranks.values() if not one.gone}) == 1:
-            self._verdict, self._late, self._pairs, self._suspect = None, Late(), Pairs(), 0
+    def _resume(self, rank: Rank, sequence: int, pairs: int, epoch: int) -> None:
+        """Let a rank go on after a failure that all survived, from numbers that all agreed on."""
+        if epoch > self._epoch:
+            self._late, self._pairs, self._suspect = Late(), Pairs(), 0
+        rank.reader.floor, rank.reader.pairs_floor, rank.epoch = sequence, pairs, epoch
 
 
 def main() -> None:
