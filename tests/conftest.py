@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from helpers.require import required
 
+# Each rank would start a thread for every core when it imports NumPy, and they spin: half the time of a short job.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 UNDER_MPIRUN = [Path(__file__).parent / name for name in ("ranks", "gpu")]
 _MARKS = {"mpi": {"min_size"}}
 _SHOWN = (
