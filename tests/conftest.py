@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.require import required
 
-# Each rank would start a thread for every core when it imports NumPy, and they spin: half the time of a short job.
+# Each rank would start threads when it imports NumPy; they spin for a while, and a job has more ranks than cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 UNDER_MPIRUN = [Path(__file__).parent / name for name in ("ranks", "gpu")]
