@@ -68,7 +68,7 @@ place_env() {
 can_make() {
   local path
   mkdir -p "$(dirname "$1")" 2>/dev/null && [ -w "$(dirname "$1")" ] || return 1
-  for path in "$1" "$1.lock" "$1.log"; do [ ! -e "$path" ] || [ -w "$path" ] || return 1; done
+  for path in "$1" "$1.lock" "$1.log" "$1.tmp"; do [ ! -e "$path" ] || [ -w "$path" ] || return 1; done
 }
 
 # What an environment depends on, as one word.
@@ -97,8 +97,18 @@ ensure_env() {
   env_has "$extras" && return
   (
     flock -n 9 || { say "another start is making $ENV_DIR; waiting for it"; timeout --foreground 900 flock 9 || die "no end of it after 900 s"; }
-    env_has "$extras" || build_env "$extras"
+    env_has "$extras" && exit
+    own_tmp "$ENV_DIR.tmp"
+    build_env "$extras"
   ) 9>"$ENV_DIR.lock"
+}
+
+# Gives a subshell a TMPDIR of its own: what pip leaves there when it is cut goes with the subshell, or with the next start.
+own_tmp() {
+  export TMPDIR=$1
+  rm -rf "$TMPDIR"
+  trap 'rm -rf "$TMPDIR"' EXIT
+  mkdir "$TMPDIR"
 }
 
 build_env() {

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from helpers.require import required
 
+# Each rank would start threads when it imports NumPy; they spin for a while, and a job has more ranks than cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 UNDER_MPIRUN = [Path(__file__).parent / name for name in ("ranks", "gpu")]
 _MARKS = {"mpi": {"min_size"}}
 _SHOWN = (

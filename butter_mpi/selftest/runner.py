@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from butter_mpi import bootstrap
 from butter_mpi.communicator import Communicator
 from butter_mpi.environment import c_environment
-from butter_mpi.errors import CommunicatorBrokenError, ReceiptError
+from butter_mpi.errors import CommunicatorBrokenError, CUDAError, ReceiptError
 from butter_mpi.policy import policy_values
 from butter_mpi.receipt import Receipt, build
 from butter_mpi.selftest import receipts, report, start
@@ -32,6 +32,7 @@ __all__ = ["run"]
 _MOST_FACTS = 5
 _LONGEST_FACT = 500
 _SETTLE_SECONDS = 5.0
+_CUDA_OUT_OF_MEMORY = 2
 
 
 Instead = Callable[[bool], int]
@@ -151,6 +152,7 @@ class _Run:
         self._together, self._comm = together, communicator
         self._checks: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
+        self._found: Sequence[str] = ()
         self._place = place_of(communicator)
         self._types = Types()
         self._unsaid: OSError | None = None
@@ -201,8 +203,9 @@ class _Run:
             lambda: bootstrap.init(self._mpi.COMM_SELF),
         )
         reason = check.hindrance(context)
-        began = time.monotonic()
-        everyone = [[]] if reason else self._comm.all_gather_json(_few(check.run(context)))
+        began, self._found = time.monotonic(), ()
+        self._found = () if reason else _few(check.run(context))
+        everyone = [[]] if reason else self._comm.all_gather_json(self._found)
         failures = [{"rank": rank, "facts": facts} for rank, facts in enumerate(everyone) if facts]
         self._done(check, reason, time.monotonic() - began, failures)
 
@@ -220,10 +223,12 @@ class _Run:
         done = len(self._checks)
         for check in self._chosen()[done:]:
             first = len(self._checks) == done
-            failures = [{"rank": self._comm.rank, "facts": [f"the communicator broke: {error}"]}] if first else []
+            facts = [*self._found, f"the communicator broke: {error}"]
+            failures = [{"rank": self._comm.rank, "facts": facts}] if first else []
             self._done(check, "" if first else "the communicator broke", 0.0, failures)
         where = f"check {self._checks[done]['id']}" if self._checks[done:] else "the start"
-        self._together.tell(f"selftest stopped in {where}: the communicator is poisoned: {error}")
+        reasons = [*self._found, f"the communicator is poisoned: {error}"]
+        self._together.tell(f"selftest stopped in {where}: {'; '.join(reasons)}")
         problem = self._finish("broken") if self._facts else ""
         # Rank 0 writes the receipt: give it the time, unless it is the lost one.
         self._together.settle(problem, _SETTLE_SECONDS)
@@ -274,12 +279,20 @@ class _Run:
 
 
 def _few(facts: Iterable[str]) -> Sequence[str]:
-    """Return the first facts, cut to a length; all of them are drawn, since a check goes on while it yields."""
+    """Return the first facts, cut to a length; all of them are drawn, since a check goes on while it yields.
+
+    Memory that cannot be had ends the check on this rank, and is its first fact.
+    """
     kept: list[str] = []
     dropped = 0
-    for fact in facts:
-        if len(kept) < _MOST_FACTS:
-            kept.append(fact[:_LONGEST_FACT])
-        else:
-            dropped += 1
+    try:
+        for fact in facts:
+            if len(kept) < _MOST_FACTS:
+                kept.append(fact[:_LONGEST_FACT])
+            else:
+                dropped += 1
+    except (MemoryError, CUDAError) as error:
+        if isinstance(error, CUDAError) and error.code != _CUDA_OUT_OF_MEMORY:
+            raise
+        kept.insert(0, f"ended early, no memory: {one_line(str(error))}"[:_LONGEST_FACT])
     return [*kept, f"and {dropped} more"] if dropped else kept

@@ -190,6 +190,29 @@ def test_first_start_survives_a_cut_and_a_double_start(checkout: Path, tmp_path:
     assert "making" not in later.err
 
 
+# A Python that makes an environment of itself; its pip leaves a temporary file and does not come to an end.
+LEAVING = """
+case "$1 $2" in
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip") touch "$TMPDIR/pip-unpack-1" "$HOME/started" && exec sleep 60 ;;
+  *) echo "3.11.2 True True $0" ;;
+esac"""
+
+
+def test_interrupted_start_leaves_no_temporary_files(checkout: Path, tmp_path: Path) -> None:
+    """Ctrl-C while pip installs leaves nothing of it, neither in TMPDIR nor beside the environment."""
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    temporary.mkdir()
+    env = {"HOME": str(home), "TMPDIR": str(temporary), "PYTHON": str(stub(tmp_path / "bin", "python", LEAVING))}
+    script = Script([checkout / "launch" / "selftest"], env=env, cwd=home)
+    script.await_file(home / "started", 30)
+    script.interrupt()
+    assert script.wait(20).rc != 0
+    assert [*temporary.iterdir()] == []
+    assert {path.name for path in (checkout / ".venv").iterdir()} == {"mpich", "mpich.lock", "mpich.log"}
+
+
 def _await_package(home: Path) -> None:
     """Wait until pip has begun to unpack into the new environment."""
     end = time.monotonic() + 60

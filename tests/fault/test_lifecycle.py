@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.mpirun import MPIS, run_job, start_job
+from helpers.mpirun import MPIS, Job, run_job, start_job
 from helpers.require import need
 
 HEAD = """
@@ -158,39 +160,106 @@ except butter_mpi.CommunicatorBrokenError as error:
         assert float(out.split("at ")[1].split()[0]) - killed < 1, result.text
 
 
-@pytest.mark.parametrize(("mpi", "count"), [("mpich", 3), ("openmpi", 3), ("mpich", 8_000_000)])
-def test_frozen_rank_is_named_at_the_deadline(mpi: str, count: int) -> None:
-    """Where nobody watches, a stopped rank is warned of after 5 s and named at the deadline, with where it was seen."""
-    program = f"""
-comm = start(); comm.barrier(); say("up")
+UNWATCHED = {"BUTTER_MPI_WATCH": "off"}
+FROZEN = [("mpich", 3), ("openmpi", 3), ("mpich", 8_000_000)]
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[list[Job]]:
+    """Jobs with a stopped rank, which wait out the shortest collective deadline together."""
+    program = """
+comm = start(); comm.all_reduce(np.zeros({count})); say("up")
 for turn in range(10**9):
     comm.all_reduce(np.zeros({count})); time.sleep(0.001)
 """
-    with start_job(2, HEAD + program, mpi=mpi, env={"BUTTER_MPI_WATCH": "off"}, timeout=40) as job:
-        for rank in range(2):
-            job.wait_for("up", rank)
-        job.signal(1, signal.SIGSTOP)
-        result = job.wait(20)
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for mpi, count in FROZEN:
+            text = HEAD + program.format(count=count)
+            job = stack.enter_context(start_job(2, text, mpi=mpi, env=UNWATCHED, timeout=60))
+            jobs.append(job)
+            for rank in range(2):
+                job.wait_for("up", rank)
+            job.signal(1, signal.SIGSTOP)
+        yield jobs
+
+
+@pytest.mark.parametrize("which", range(len(FROZEN)), ids=[f"{mpi}-{count}" for mpi, count in FROZEN])
+def test_frozen_rank_is_named_at_the_deadline(frozen: list[Job], which: int) -> None:
+    """Where nobody watches, a stopped rank is warned of after 5 s and named at the deadline, with where it was seen."""
+    result = frozen[which].wait(20)
     assert result.rc != 0, result.text
     assert "has waited 5 s for rank 1 (last seen at all_reduce #" in result.rank_err[0], result.text
     assert "CollectiveTimeoutError" in result.rank_err[0], result.text
     assert "from rank 1 (last seen at all_reduce #" in result.rank_err[0], result.text
 
 
-def test_late_rank_is_warned_of_and_no_fault() -> None:
+LATE = "comm = start(); comm.barrier()\nif RANK == 1: time.sleep(6)\ncomm.barrier(); comm.close(); say('done')"
+SUSPENDED = """
+comm = start(); comm.barrier(); say("up")
+if RANK == 1:
+    signal.sigwait([signal.SIGUSR1])
+comm.all_reduce(np.zeros(3)); comm.close(); say("done")
+"""
+IDLE = """
+comm = start(); word = np.zeros(1, np.uint32)
+if RANK == 0:
+    time.sleep(11); word[0] = 7
+    comm.backend.broadcast(word.ctypes.data, 4, 0)
+    comm.close()
+else:
+    comm.backend.recv_command_u32(word.ctypes.data, 0); say(f"command {word[0]}")
+    try:
+        comm.backend.recv_command_u32(word.ctypes.data, 0)
+    except butter_mpi.PeerLostError as error:
+        say(f"left: {error}")
+"""
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[dict[str, Job]]:
+    """Jobs that wait for long, and are right to: they do so together."""
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+    programs = {"late": HEAD + LATE, "idle": HEAD + IDLE, "suspended": block + HEAD + SUSPENDED}
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(start_job(2, program, timeout=60)) for name, program in programs.items()}
+
+
+def test_suspended_job_is_no_fault(patient: dict[str, Job]) -> None:
+    """Time in which this rank itself was stopped does not count: a job suspended whole goes on."""
+    job = patient["suspended"]
+    for rank in range(2):
+        job.wait_for("up", rank)
+    for rank in range(2):
+        job.signal(rank, signal.SIGSTOP)
+    signal.sigtimedwait([], 11)
+    for rank in range(2):
+        job.signal(rank, signal.SIGCONT)
+    job.signal(1, signal.SIGUSR1)
+    result = job.wait()
+    assert result.rc == 0 and all("done" in out for out in result.rank_out), result.text
+
+
+def test_late_rank_is_warned_of_and_no_fault(patient: dict[str, Job]) -> None:
     """A rank that comes six seconds late is warned of once, by name and call site, and is no fault."""
-    program = "comm = start(); comm.barrier()\nif RANK == 1: time.sleep(6)\ncomm.barrier(); comm.close(); say('done')"
-    result = run_job(2, HEAD + program, timeout=30)
+    result = patient["late"].wait(30)
     assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
     assert result.rank_err[0].count("has waited") == 1 and "barrier #2" in result.rank_err[0], result.text
     assert "rank 1 (last seen at barrier #1" in result.rank_err[0] and not result.rank_err[1], result.text
+
+
+def test_idle_command_is_never_late(patient: dict[str, Job]) -> None:
+    """A worker waiting for its next command has no deadline and is not warned of; it learns of root's end at once."""
+    result = patient["idle"].wait(40)
+    assert "command 7" in result.rank_out[1] and "left:" in result.rank_out[1], result.text
+    assert "has waited" not in result.rank_err[1], result.text
 
 
 def test_short_stop_is_no_fault() -> None:
     """A rank stopped for three seconds is neither warned of nor lost."""
     program = """
 comm = start(); comm.barrier(); say("up")
-end = time.monotonic() + 6
+end = time.monotonic() + 4
 while comm.all_gather_json(time.monotonic() < end)[0]:
     comm.all_reduce(np.zeros(3))
 comm.close(); say("done")
@@ -206,29 +275,6 @@ comm.close(); say("done")
     assert "has waited" not in result.rank_err[0] + result.rank_err[1], result.text
 
 
-def test_suspended_job_is_no_fault() -> None:
-    """Time in which this rank itself was stopped does not count: a job suspended whole goes on."""
-    program = """
-comm = start(); comm.barrier(); say("up")
-if RANK == 1:
-    signal.pause()
-comm.all_reduce(np.zeros(3)); comm.close(); say("done")
-"""
-    program = program.replace("signal.pause()", "signal.sigwait([signal.SIGUSR1])")
-    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
-    with start_job(2, block + HEAD + program, timeout=60) as job:
-        for rank in range(2):
-            job.wait_for("up", rank)
-        for rank in range(2):
-            job.signal(rank, signal.SIGSTOP)
-        signal.sigtimedwait([], 11)
-        for rank in range(2):
-            job.signal(rank, signal.SIGCONT)
-        job.signal(1, signal.SIGUSR1)
-        result = job.wait()
-    assert result.rc == 0 and all("done" in out for out in result.rank_out), result.text
-
-
 @every_launcher
 def test_rank_that_never_starts(mpi: str) -> None:
     """A rank that never comes to init: the others leave at the start deadline, naming the step; the job ends."""
@@ -237,26 +283,6 @@ def test_rank_that_never_starts(mpi: str) -> None:
     assert result.rc != 0 and result.seconds < 8, result.text
     assert "StartTimeoutError" in result.rank_err[0], result.text
     assert "'duplicating the communicator' within 2.0 s (start deadline 2 s)" in result.rank_err[0], result.text
-
-
-def test_idle_command_is_never_late() -> None:
-    """A worker waiting for its next command has no deadline and is not warned of; it learns of root's end at once."""
-    program = """
-comm = start(); word = np.zeros(1, np.uint32)
-if RANK == 0:
-    time.sleep(11); word[0] = 7
-    comm.backend.broadcast(word.ctypes.data, 4, 0)
-    comm.close()
-else:
-    comm.backend.recv_command_u32(word.ctypes.data, 0); say(f"command {word[0]}")
-    try:
-        comm.backend.recv_command_u32(word.ctypes.data, 0)
-    except butter_mpi.PeerLostError as error:
-        say(f"left: {error}")
-"""
-    result = run_job(2, HEAD + program, timeout=40)
-    assert "command 7" in result.rank_out[1] and "left:" in result.rank_out[1], result.text
-    assert "has waited" not in result.rank_err[1], result.text
 
 
 def test_abort_reaches_every_rank() -> None:

@@ -338,6 +338,24 @@ def test_crash_of_one_rank_ends_the_job(mpi: str) -> None:
     assert lines[-1] == "rank 1/3: RuntimeError: on purpose"
 
 
+def test_check_without_memory_fails_and_the_others_run() -> None:
+    """Memory that one rank cannot get for a check fails that check with the cause; it is no traceback and no end."""
+    check = BAD_CHECK.replace("    comm.barrier()\n", "")
+    result = selftest(2, extra=check.format(deed="import numpy; numpy.empty(2**60, numpy.uint8)"))
+    assert statuses(result) == ["1", "1"], result.text
+    assert "Traceback" not in result.text
+    assert outcomes(result.rank_out[0]) == {"bad": "FAILED", "identity": "ok", "all_reduce": "ok"}
+    assert "ended early, no memory: Unable to allocate 1.00 EiB" in result.rank_out[0], result.text
+
+
+def test_check_without_memory_that_others_wait_in_says_so() -> None:
+    """Where the other ranks are in an operation of the check, the run stops there; the rank without memory says why."""
+    result = selftest(2, extra=BAD_CHECK.format(deed="raise MemoryError('17 GiB')"))
+    assert result.rc != 0 and "Traceback" not in result.text, result.text
+    expected = "rank 1/2: selftest stopped in check bad: ended early, no memory: 17 GiB; the communicator is poisoned: "
+    assert expected in result.rank_err[1], result.text
+
+
 @EACH_MPI
 def test_killed_rank_ends_the_job(mpi: str) -> None:
     """A rank that is killed in a check ends the job within five seconds, and not with status 0."""

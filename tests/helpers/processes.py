@@ -143,7 +143,9 @@ def left_behind(before: frozenset[str]) -> list[str]:
     """
     new = [path for path in sorted(listing() - before) if _counts(path)]
     used = _used_paths() if new else set()
-    return [path for path in new if not any(name == path or name.startswith(f"{path}/") for name in used)]
+    unused = [path for path in new if not any(name == path or name.startswith(f"{path}/") for name in used)]
+    # Another job may have removed its own in between.
+    return [path for path in unused if os.path.lexists(path)]
 
 
 def sweep(paths: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from helpers import processes
 from helpers.job import GRACE, JobFailure, clean_environment
+from helpers.watch import FolderWatch
 
 NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 
@@ -63,6 +65,19 @@ class Script:
         if left:
             raise JobFailure("left behind:\n  " + "\n  ".join(left) + f"\n{result.text}")
         return result
+
+    def await_file(self, file: Path, timeout: float) -> None:
+        """Wait until a file is there; fail if the command ends or the time runs out before."""
+        with FolderWatch(file.parent, self._process.pid) as watch:
+            while not file.exists():
+                came = watch.wait(timeout)
+                if came != "changed" and not file.exists():
+                    self.kill()
+                    raise JobFailure(f"{came} before {file} was there")
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does in a terminal."""
+        os.killpg(self._process.pid, signal.SIGINT)
 
     def kill(self) -> None:
         """End every process of it at once, as a power cut would."""

@@ -58,7 +58,8 @@ def _sanitizer(compiler: Sequence[str]) -> Path:
     need("tsan", found.is_absolute(), "the compiler has no libtsan.so")
     library = found.resolve()
     probe = subprocess.run(["true"], env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, check=False)
-    need("tsan", probe.returncode == 0, f"{library} does not run: {probe.stderr.decode(errors='replace').strip()}")
+    said = probe.stderr.decode(errors="replace").strip()
+    need("tsan", probe.returncode == 0, f"{library} does not run: {said}; sysctl vm.mmap_rnd_bits=28 may help")
     return library
 
 

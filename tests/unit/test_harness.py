@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import processes
 from helpers.mpirun import MPIS, JobFailure, run_job, start_job
-from helpers.require import need
+from helpers.require import NAMES, VARIABLE, need
 from helpers.slurm import PROGRAMS, Slurm
 
 HELLO = "from mpi4py import MPI\nprint(MPI.COMM_WORLD.rank, 'of', MPI.COMM_WORLD.size)\n"
@@ -125,6 +126,13 @@ def test_missing_thing_is_a_skip_unless_required(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "mpi,opnmpi")
     with pytest.raises(pytest.UsageError, match="unknown opnmpi"):
         need("slurm", False, "not there")
+
+
+def test_gate_skips_nothing() -> None:
+    """The gate requires everything for whose absence a test may be skipped."""
+    gate = (Path(__file__).resolve().parents[2] / ".ci" / "run").read_text()
+    (required,) = re.findall(rf"{VARIABLE}=(\S+)", gate)
+    assert required == ",".join(sorted(NAMES))
 
 
 @pytest.fixture
