@@ -152,12 +152,15 @@ def test_what_came_before_a_new_beginning_counts_no_more(recorder: Recorder) -> 
         other.close()
 
 
-def test_head_is_the_new_beginning_before_anything_follows_it(recorder: Recorder) -> None:
-    """After a reconnect to a larger number a rank that has submitted nothing since stands at that number."""
+def test_head_goes_on_from_a_new_beginning(recorder: Recorder) -> None:
+    """After a reconnect to a larger number a rank stands at that number, and goes on from there."""
     recorder.write(barrier(), 1)
     reader = Reader(recorder.fd)
+    assert reader.head() == 1
     reader.floor = 9
     assert reader.head() == 9
+    recorder.write(barrier(), 10)
+    assert reader.head() == 10
 
 
 # -- the hash --------------------------------------------------------------------------------------------------------
@@ -340,11 +343,12 @@ def test_torn_records_are_never_returned(writer: tuple[subprocess.Popen[bytes], 
     """Whatever is read while it is written, or overwritten, is whole, with its own call site or none."""
     process, reader = writer
     sites = int(process.args[-1])  # type: ignore[index,arg-type]
-    end, read, wrong = time.monotonic() + 1.5, 0, list[str]()
+    end, read, wrong = time.monotonic() + 2.5, 0, list[str]()
     while time.monotonic() < end:
         head, position = reader.head(), reader.pairs()
-        # The newest, the one that is overwritten next, and those that lose their call site next.
-        for number in (head, head + 1, head - COLLECTIVES, head - COLLECTIVES + 1, head - SITES, head - SITES + 1):
+        # The newest, the one that is overwritten next, and those that lose their call site about now.
+        losing = range(head - SITES - 2, head - SITES + 12)
+        for number in (head, head + 1, head - COLLECTIVES, head - COLLECTIVES + 1, *losing):
             entry = reader.collective(number)
             if entry is not None:
                 read += 1
