@@ -1,0 +1,462 @@
+"""What the watcher tells of real ranks: who died, is stopped or broke, how soon; and what is no fault."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import processes
+from helpers.mpirun import Job, JobResult, start_job
+
+HEAD = """
+import ctypes, os, sys, time, threading, signal
+import numpy as np
+import butter_mpi
+from mpi4py import MPI
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+def say(text):
+    print(text, flush=True)
+def start(**fault):
+    # A policy of the program would win over the variables that a test sets.
+    return butter_mpi.init(plane="host", fault=butter_mpi.FaultPolicy(**fault) if fault else None)
+def raised(error):
+    at = time.monotonic()
+    say(f"raised {at} {type(error).__name__} {error.lost_ranks} {error.sequence} {error.operation} {error}")
+"""
+# Operations without an end, with a sign of life every tenth of a second; what ends them is said.
+LOOP = """
+comm = start(); comm.barrier()
+turn, signs, shown = 0, 0, time.monotonic()
+try:
+    while True:
+        turn += 1
+        comm.all_reduce(np.zeros(3)); time.sleep(0.001)
+        if time.monotonic() - shown > 0.1:
+            signs, shown = signs + 1, time.monotonic()
+            say(f"sign {signs} in turn {turn} .")
+except butter_mpi.CommunicatorBrokenError as error:
+    raised(error)
+"""
+# Open MPI's launcher leaves the others alone, so that they can be seen.
+RECOVERY: dict[str, Any] = {"mpi": "openmpi", "options": ["--enable-recovery"]}
+_SOON = 0.3
+_FROZEN = (3.9, 5.0)
+
+
+def raised(job: Job, rank: int, timeout: float = 20.0) -> tuple[float, str]:
+    """When a rank raised by ``time.monotonic``, and what."""
+    job.wait_for("raised ", rank, timeout)
+    job.wait_for("\n", rank)
+    line = job.read(rank, "out").split("raised ", 1)[1].splitlines()[0]
+    at, text = line.split(" ", 1)
+    return float(at), text
+
+
+def go_on(job: Job, ranks: Sequence[int]) -> None:
+    """See that ranks are at it: each shows a new sign of life, twice."""
+    for _ in range(2):
+        shown = {rank: job.read(rank, "out").count("sign ") for rank in ranks}
+        for rank, count in shown.items():
+            job.wait_for(f"sign {count + 1} ", rank)
+
+
+def watcher(job: Job) -> int:
+    """The process of the job's watcher."""
+    (pid,) = [pid for pid in processes.marked(job.id) if "sentinel/__main__.py" in processes.command_line(pid)]
+    return pid
+
+
+def verdicts(file: Path) -> list[dict[str, Any]]:
+    """What the watcher appended to the file that the job named."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def cried(result: JobResult) -> list[str]:
+    """The watcher's lines on the standard error of ranks."""
+    said = re.compile(r"butter_mpi: .* \((seen by the watcher|told by rank \d+)\)")
+    return [line for text in result.rank_err for line in text.splitlines() if said.fullmatch(line)]
+
+
+SITE = re.compile(r"last submitted all_reduce #\d+ \(float64 x 3, sum\) at \S+/program\.py:\d+")
+
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+    "exit 3": ("os._exit(3)", "ended with exit status 3 without closing its communicator"),
+    "exit 0": ("os._exit(0)", "ended with exit status 0 without closing its communicator"),
+    "exception": ("raise ZeroDivisionError('rank 1 fails')", "ended by ZeroDivisionError: rank 1 fails"),
+}
+
+
+def fault(how: str) -> str:
+    """The program in which rank 1 comes to its end after some turns."""
+    at = f"        if RANK == 1 and turn == 20:\n            say(f'fault {{time.monotonic()}} .'); {how}\n"
+    return HEAD + LOOP.replace("        turn += 1\n", f"        turn += 1\n{at}")
+
+
+@pytest.mark.parametrize("what", list(FAULTS))
+def test_lost_rank_is_raised_by_every_survivor_at_once(what: str, tmp_path: Path) -> None:
+    """Whatever ends a rank, each survivor names it, the cause and its last operation within 300 ms."""
+    how, cause = FAULTS[what]
+    took, file = [], tmp_path / "verdict.jsonl"
+    for _ in range(2):
+        file.unlink(missing_ok=True)
+        with start_job(3, fault(how), **RECOVERY, env={"BUTTER_MPI_VERDICT_FILE": str(file)}, timeout=30) as job:
+            job.wait_for(" .", 1)
+            told = {rank: raised(job, rank) for rank in (0, 2)}
+            at = float(job.read(1, "out").split("fault ")[1].split()[0])
+            result = job.wait()
+        for when, text in told.values():
+            took.append(when - at)
+            assert text.startswith("PeerLostError (1,)") and "rank 1/3 on" in text and cause in text, result.text
+            if what != "exception":
+                assert SITE.search(text) and re.match(r"PeerLostError \(1,\) \d+ all_reduce ", text), result.text
+        (verdict,) = verdicts(file)
+        assert verdict["verdict"]["lost"] == [1] and cause in verdict["verdict"]["text"], verdict
+        assert set(verdict["submitted"]) == {"0", "1", "2"} and len(verdict["submitted"]["1"]) > 1, verdict
+        (line,) = cried(result)
+        assert cause in line, result.text
+    assert statistics.median(took) <= _SOON, took
+
+
+def test_killed_rank_under_open_mpi_as_people_run_it() -> None:
+    """Open MPI's launcher kills the survivors a quarter of a second later: they have raised by then."""
+    with start_job(3, HEAD + LOOP, mpi="openmpi", timeout=30) as job:
+        go_on(job, range(3))
+        at = job.signal(1, signal.SIGKILL)
+        told = {rank: raised(job, rank) for rank in (0, 2)}
+        result = job.wait()
+    assert result.rc != 0 and len(cried(result)) == 1, result.text
+    for when, text in told.values():
+        assert text.startswith("PeerLostError (1,)") and "was killed by SIGKILL" in text, result.text
+        assert when - at <= _SOON, result.text
+
+
+@pytest.mark.parametrize("what", list(FAULTS))
+def test_lost_rank_is_said_where_the_launcher_ends_all_at_once(what: str, tmp_path: Path) -> None:
+    """MPICH's launcher leaves the survivors no time: the verdict is on a rank's standard error, and in the file."""
+    how, cause = FAULTS[what]
+    file = tmp_path / "verdict.jsonl"
+    with start_job(3, fault(how), env={"BUTTER_MPI_VERDICT_FILE": str(file)}, timeout=30) as job:
+        result = job.wait()
+    (verdict,) = verdicts(file)
+    assert verdict["verdict"]["lost"] == [1] and cause in verdict["verdict"]["text"], result.text
+    (line,) = cried(result)
+    assert "rank 1/3 on" in line and cause in line, result.text
+    assert SITE.search(line) or what == "exception", result.text
+
+
+def test_stopped_ranks() -> None:
+    """Stopped for 3 s, stopped all at once, in C code with the interpreter lock: no fault; stopped for 4 s: named."""
+    hold = "signal.signal(signal.SIGUSR1, lambda *_: (say('holds'), ctypes.PyDLL(None).sleep(8), say('held')))\n"
+    with start_job(3, HEAD + hold + LOOP, timeout=80) as job:
+        go_on(job, range(3))
+        job.signal(1, signal.SIGSTOP)
+        time.sleep(3)  # as long as no fault may be seen in it
+        job.signal(1, signal.SIGCONT)
+        go_on(job, range(3))
+        for rank in range(3):
+            job.signal(rank, signal.SIGSTOP)
+        time.sleep(6)
+        for rank in range(3):
+            job.signal(rank, signal.SIGCONT)
+        go_on(job, range(3))
+        job.signal(2, signal.SIGUSR1)
+        job.wait_for("held", 2)
+        go_on(job, range(3))
+        assert all("raised" not in job.read(rank, "out") for rank in range(3))
+        at = job.signal(1, signal.SIGSTOP)
+        told = {rank: raised(job, rank) for rank in (0, 2)}
+        result = job.wait()
+    for when, text in told.values():
+        assert text.startswith("PeerLostError (1,)") and "is stopped (SIGSTOP or SIGTSTP) for 4." in text, result.text
+        assert SITE.search(text) and _FROZEN[0] <= when - at <= _FROZEN[1], (when - at, result.text)
+    assert result.rc != 0 and len(cried(result)) == 1, result.text
+
+
+def test_debugger_and_a_stopped_watcher() -> None:
+    """With the switch for debuggers a stopped rank is no fault; a watcher that is stopped is one, after 4 s."""
+    # Nobody leaves before all have said what they saw.
+    program = HEAD + LOOP + "MPI.COMM_WORLD.Barrier()\n"
+    with start_job(3, program, env={"BUTTER_MPI_WATCH": "debugger"}, timeout=60) as job:
+        go_on(job, range(3))
+        job.signal(1, signal.SIGSTOP)
+        time.sleep(6)  # longer than it may be stopped without the switch
+        job.signal(1, signal.SIGCONT)
+        go_on(job, range(3))
+        assert all("raised" not in job.read(rank, "out") for rank in range(3))
+        pid = watcher(job)
+        os.kill(pid, signal.SIGSTOP)
+        at = time.monotonic()
+        told = [raised(job, rank) for rank in range(3)]
+        os.kill(pid, signal.SIGCONT)
+        result = job.wait()
+    for when, text in told:
+        assert "the watcher of this node has not looked for" in text and "stopped" in text, result.text
+        assert when - at <= 5, (when - at, result.text)
+
+
+def test_killed_watcher() -> None:
+    """Without a watcher nothing more is taken: every rank says so at once; where all do, a reconnect is an answer."""
+    after = """
+MPI.COMM_WORLD.Barrier()
+try:
+    comm.attempt_reconnect(); comm.barrier(); comm.close(); say("went on")
+except butter_mpi.ButterError as error:
+    say(f"refused {type(error).__name__} {error}")
+"""
+    with start_job(3, HEAD + LOOP + after, timeout=40) as job:
+        go_on(job, range(3))
+        at = time.monotonic()
+        os.kill(watcher(job), signal.SIGKILL)
+        told = [raised(job, rank) for rank in range(3)]
+        result = job.wait()
+    for when, text in told:
+        assert text.startswith("PeerLostError ()") and "the watcher of this node has ended" in text, result.text
+        assert when - at <= _SOON, result.text
+    assert all("went on" in out or "refused" in out for out in result.rank_out), result.text
+
+
+def test_verdict_reaches_the_ranks_of_another_node() -> None:
+    """A death on one node is raised on another node too, within five seconds."""
+    two = """
+from butter_mpi.sentinel import client
+own = client.node_key()
+client.node_key = lambda: f"{own} {RANK == 2}"
+"""
+    # It does not leave meanwhile: that would tell the others too, and something else.
+    program = HEAD + two + LOOP + "time.sleep(8)\n"
+    with start_job(3, program, **RECOVERY, timeout=40) as job:
+        go_on(job, range(3))
+        at = job.signal(1, signal.SIGKILL)
+        near = raised(job, 0)
+        far = raised(job, 2, 7)
+    for when, text in (near, far):
+        assert text.startswith("PeerLostError (1,)") and "was killed by SIGKILL" in text, text
+        assert when - at <= 5, (when - at, text)
+
+
+def test_death_of_a_rank_with_a_child_that_lives_on() -> None:
+    """A child that holds all that its parent had does not hide its parent's death."""
+    fork = """
+comm = None
+if RANK == 1:
+    def fork():
+        child = ctypes.PyDLL(None).fork()  # no hook of Python closes anything in it
+        if not child:
+            ctypes.PyDLL(None).pause()
+        say(f"child {child} .")
+    signal.signal(signal.SIGUSR1, lambda *_: fork())
+"""
+    with start_job(3, HEAD + fork + LOOP, **RECOVERY, timeout=40) as job:
+        go_on(job, range(3))
+        job.signal(1, signal.SIGUSR1)
+        job.wait_for("child ", 1)
+        job.wait_for(" .", 1)
+        child = int(job.read(1, "out").split("child ")[1].split()[0])
+        at = job.signal(1, signal.SIGKILL)
+        try:
+            told = [raised(job, rank) for rank in (0, 2)]
+            alive = processes.command_line(child) != "gone"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        result = job.wait()
+    assert alive, result.text
+    for when, text in told:
+        assert text.startswith("PeerLostError (1,)") and "was killed by SIGKILL" in text, result.text
+        assert when - at <= _SOON, (when - at, result.text)
+
+
+START = """
+from butter_mpi import preflight
+from butter_mpi.sentinel import client
+if RANK == 1:
+    def end(*_):
+        (sentinel,) = client._OPEN
+        while {watched} and not sentinel.recorder.beat():
+            os.sched_yield()
+        say(f"fault {{time.monotonic()}} .")
+        os.kill(os.getpid(), signal.{number})
+    preflight.digest = end
+try:
+    start(start_deadline=12)
+except butter_mpi.StartError as error:
+    say(f"raised {{time.monotonic()}} {{type(error).__name__}} {{error}}")
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "watched", "how", "within"),
+    [
+        ("SIGKILL", True, RECOVERY, (0.0, _SOON)),
+        ("SIGKILL", False, RECOVERY, (0.0, 1.0)),
+        ("SIGSTOP", False, {}, _FROZEN),
+    ],
+    ids=["killed", "killed before the watcher has looked", "stopped"],
+)
+def test_rank_lost_during_the_start(
+    number: str, watched: bool, how: Mapping[str, Any], within: tuple[float, float]
+) -> None:
+    """A rank that dies, or is stopped, while others wait for it in the start ends theirs long before the deadline."""
+    with start_job(3, HEAD + START.format(number=number, watched=watched), **how, timeout=40) as job:
+        told = {rank: raised(job, rank) for rank in (0, 2)}
+        at = float(job.read(1, "out").split("fault ")[1].split()[0])
+        result = job.wait()
+    for when, text in told.values():
+        assert text.startswith("StartError") and "rank 1/3 on" in text, result.text
+        assert ("was killed by SIGKILL" if number == "SIGKILL" else "is stopped") in text, result.text
+        assert within[0] <= when - at <= within[1], (when - at, result.text)
+
+
+def test_watch_off_on_one_rank() -> None:
+    """A switch that ranks do not share is found by the comparison of the start, the same on every rank."""
+    program = """
+try:
+    start()
+except butter_mpi.PreflightError as error:
+    say(f"refused {error}")
+"""
+    with start_job(3, HEAD + program, rank_env={1: {"BUTTER_MPI_WATCH": "off"}}, timeout=20) as job:
+        result = job.wait()
+    assert result.rc == 0 and len(set(result.rank_out)) == 1, result.text
+    assert "refused" in result.rank_out[0] and "watch" in result.rank_out[0], result.text
+
+
+def test_watcher_that_cannot_be_started() -> None:
+    """Where the rank that must start it cannot, every rank's start ends at once, with the way round it."""
+    program = """
+if RANK == 0: sys.executable = ""
+begin = time.monotonic()
+try:
+    start()
+except butter_mpi.StartError as error:
+    say(f"refused {time.monotonic() - begin < 5} {error}")
+    raise
+"""
+    with start_job(3, HEAD + program, timeout=30) as job:
+        result = job.wait()
+    assert result.rc != 0 and result.seconds < 15, result.text
+    assert "cannot be started" in result.rank_out[0] and "watch='off'" in result.rank_out[0], result.text
+    assert all("refused True" in out for out in result.rank_out), result.text
+
+
+def test_idle_ranks_learn_of_a_death() -> None:
+    """Ranks that submit nothing learn of a death by each way to ask, at once."""
+    program = """
+comm = start(); comm.barrier(); say("up .")
+try:
+    if RANK == 0:
+        while comm.is_healthy(): time.sleep(0.002)
+        say(f"unhealthy {time.monotonic()} .")
+        comm.check_async_error()
+    elif RANK == 2:
+        while True: comm.check_async_error(); time.sleep(0.002)
+    else:
+        comm.wait_for_async_error(60)
+except butter_mpi.CommunicatorBrokenError as error:
+    raised(error)
+"""
+    with start_job(4, HEAD + program, **RECOVERY, timeout=30) as job:
+        for rank in range(4):
+            job.wait_for("up .", rank)
+        at = job.signal(1, signal.SIGKILL)
+        told = [raised(job, rank) for rank in (0, 2, 3)]
+        result = job.wait()
+    for when, text in told:
+        assert text.startswith("PeerLostError (1,)") and "last submitted barrier #1" in text, result.text
+        assert when - at <= _SOON, (when - at, result.text)
+
+
+def test_action_abort_ends_the_job() -> None:
+    """With action abort ranks that are in no call of butter_mpi end too."""
+    program = "comm = start(action='abort'); comm.barrier(); say('up .'); signal.pause()\n"
+    with start_job(3, HEAD + program, **RECOVERY, timeout=30) as job:
+        for rank in range(3):
+            job.wait_for("up .", rank)
+        at = job.signal(1, signal.SIGKILL)
+        result = job.wait(10)
+        took = time.monotonic() - at
+    assert took < 5, result.text
+    for rank in (0, 2):
+        assert "(action abort)" in result.rank_err[rank] and "was killed by SIGKILL" in result.rank_err[rank], (
+            result.text
+        )
+
+
+SLOW = """
+from butter_mpi.sentinel import client
+hear = client.Sentinel._hear
+def later(self, message):
+    time.sleep(0.05 * (message["kind"] == "notice"))
+    hear(self, message)
+client.Sentinel._hear = later
+"""
+
+
+@pytest.mark.parametrize("listening", ["", SLOW], ids=["at once", "slowly"])
+def test_reconnect_after_mismatches_and_then_a_death(listening: str) -> None:
+    """After failures that all survive they go on, however fast each hears of them; a later death is still told."""
+    again = """
+comm = start(); comm.barrier()
+for turn in range(30):
+    try:
+        if turn % 3 == 0 and RANK == 1:
+            comm.all_gather_json(1)
+        else:
+            comm.all_reduce(np.zeros(3 + (RANK == turn % SIZE)))
+        say("no mismatch")
+    except butter_mpi.CollectiveMismatchError:
+        pass
+    comm.attempt_reconnect()
+    assert comm.is_healthy()
+    for _ in range(turn % 4):
+        comm.all_reduce(np.zeros(3))
+say("reconnected .")
+def start():
+    return comm
+"""
+    with start_job(3, HEAD + listening + again + LOOP, **RECOVERY, timeout=60) as job:
+        for rank in range(3):
+            job.wait_for("reconnected .", rank)
+        go_on(job, range(3))
+        at = job.signal(1, signal.SIGKILL)
+        told = [raised(job, rank) for rank in (0, 2)]
+        result = job.wait()
+    assert "no mismatch" not in result.text, result.text
+    for when, text in told:
+        assert text.startswith("PeerLostError (1,)") and "was killed by SIGKILL" in text, result.text
+        assert SITE.search(text) and when - at <= _SOON, (when - at, result.text)
+
+
+def test_death_after_a_failure_that_all_survived() -> None:
+    """A rank that dies after a mismatch was told, and before the reconnect, ends the reconnect of the others soon."""
+    program = """
+comm = start(start_deadline=12)
+try:
+    comm.all_reduce(np.zeros(3 + RANK))
+except butter_mpi.CollectiveMismatchError:
+    pass
+if RANK == 1:
+    say(f"fault {time.monotonic()} ."); os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.attempt_reconnect(); comm.barrier()
+except butter_mpi.CommunicatorBrokenError as error:
+    raised(error)
+"""
+    with start_job(3, HEAD + program, **RECOVERY, timeout=40) as job:
+        told = [raised(job, rank) for rank in (0, 2)]
+        at = float(job.read(1, "out").split("fault ")[1].split()[0])
+        result = job.wait()
+    for when, text in told:
+        assert "(1,)" in text and "was killed by SIGKILL" in text, result.text
+        assert when - at <= 5, (when - at, result.text)

@@ -1,0 +1,235 @@
+"""Who differs and who is late, judged from real recorders; no MPI, no process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from butter_mpi.collectives import Operation, describe, signature
+from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.recorder import COLLECTIVES, Reader, Recorder
+from butter_mpi.sentinel.judging import FIRST_WARNING, Late, Waiting, first_difference, mismatch, ranks_text
+
+BOUND = 60.0
+
+BARRIER = Operation("barrier", 0, DType.UINT8, site="app/train.py:1")
+SUM = Operation("all_reduce", 8, DType.FLOAT32, op=ReduceOp.SUM, site="app/train.py:2")
+LONGER = Operation("all_reduce", 9, DType.FLOAT32, op=ReduceOp.SUM, site="app/train.py:3")
+COMMAND = Operation("broadcast", 4, DType.UINT8, root=0, waits=True, waits_for_ever=True, site="app/serve.py:4")
+POOL = [
+    BARRIER,
+    SUM,
+    LONGER,
+    Operation("all_gather", 8, DType.FLOAT32),
+    Operation("broadcast", 8, DType.FLOAT32, root=1),
+]
+
+
+class Job:
+    """Ranks without processes: a recorder and a reader each."""
+
+    def __init__(self, size: int) -> None:
+        self.recorders = [Recorder(BOUND) for _ in range(size)]
+        self.readers = {rank: Reader(recorder.fd) for rank, recorder in enumerate(self.recorders)}
+        self.numbers = [0] * size
+
+    def submit(self, rank: int, *operations: Operation) -> None:
+        for operation in operations:
+            self.numbers[rank] += 1
+            self.recorders[rank].write(operation, self.numbers[rank])
+
+
+@contextlib.contextmanager
+def job(size: int) -> Iterator[Job]:
+    """Ranks, whose recorders are given back."""
+    one = Job(size)
+    try:
+        yield one
+    finally:
+        for recorder in one.recorders:
+            recorder.close()
+
+
+def searched(histories: Sequence[Sequence[Operation]]) -> tuple[int, list[Operation]] | None:
+    """The first number at which not all submitted the same, and what each did, by looking at every one."""
+    for number, submitted in enumerate(zip(*histories, strict=False), 1):
+        if len({(one.kind, one.count, one.dtype, one.op, one.root) for one in submitted}) > 1:
+            return number, list(submitted)
+    return None
+
+
+_MANY = st.lists(st.sampled_from(POOL), max_size=40)
+
+
+@settings(deadline=None)
+@given(_MANY, st.lists(st.tuples(st.integers(0, 40), _MANY), min_size=2, max_size=4))
+def test_first_difference_is_what_a_search_of_all_finds(
+    common: list[Operation], own: list[tuple[int, list[Operation]]]
+) -> None:
+    """The halving search finds the number and the records that looking at every record finds."""
+    histories = [common[:kept] + rest for kept, rest in own]
+    with job(len(own)) as ranks:
+        for rank, history in enumerate(histories):
+            ranks.submit(rank, *history)
+        found, expected = first_difference(ranks.readers), searched(histories)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        number, submitted = expected
+        assert {rank: entry.text() for rank, entry in found.items()} == {
+            rank: describe(signature(operation, number)) for rank, operation in enumerate(submitted)
+        }
+
+
+def test_difference_of_long_ago() -> None:
+    """A difference is found as long as the rings hold it, however much came after."""
+    with job(2) as ranks:
+        for rank, one in enumerate((SUM, LONGER)):
+            ranks.submit(rank, *[BARRIER] * 700, one, *[BARRIER] * (COLLECTIVES // 2))
+        found = first_difference(ranks.readers)
+    assert found is not None and {entry.number for entry in found.values()} == {701}
+
+
+def test_difference_that_is_overwritten_is_still_one() -> None:
+    """A difference that the rings have lost is still told, and no equal records are shown as different ones."""
+    with job(2) as ranks:
+        for rank, one in enumerate((SUM, LONGER)):
+            ranks.submit(rank, one, *[BARRIER] * (COLLECTIVES + 10))
+        found = first_difference(ranks.readers)
+        assert found is not None
+        text = mismatch(found).text
+    assert len(text.splitlines()) != 2, text
+
+
+def test_no_difference_where_one_is_behind_or_has_not_begun() -> None:
+    """A rank that is behind, or has submitted nothing, differs in nothing."""
+    with job(3) as ranks:
+        for rank, count in enumerate((0, 3, 9)):
+            ranks.submit(rank, *[SUM] * count)
+        assert first_difference(ranks.readers) is None
+        ranks.submit(0, SUM)
+        assert first_difference(ranks.readers) is None
+
+
+def test_ranks_that_went_on_after_a_reconnect() -> None:
+    """What differed before the number that all agreed on counts no more; what differs after it does."""
+    with job(2) as ranks:
+        ranks.submit(0, SUM)
+        ranks.submit(1, LONGER, BARRIER, BARRIER)
+        for rank in range(2):
+            ranks.recorders[rank].begin_at(3)
+            ranks.readers[rank].floor = ranks.numbers[rank] = 3
+        assert first_difference(ranks.readers) is None
+        ranks.submit(0, BARRIER)
+        assert first_difference(ranks.readers) is None
+        ranks.submit(1, BARRIER)
+        assert first_difference(ranks.readers) is None
+        ranks.submit(0, SUM, BARRIER)
+        ranks.submit(1, LONGER, BARRIER)
+        found = first_difference(ranks.readers)
+    assert found is not None and {entry.number for entry in found.values()} == {5}
+
+
+def test_verdict_on_a_mismatch() -> None:
+    """The verdict names the number, groups the ranks that agree, and keeps every record; it goes through JSON."""
+    with job(4) as ranks:
+        for rank in range(4):
+            ranks.submit(rank, BARRIER, LONGER if rank == 2 else SUM)
+        found = first_difference(ranks.readers)
+        assert found is not None
+        verdict = mismatch(found)
+    assert (verdict.error, verdict.n, verdict.operation, verdict.lost) == (
+        "CollectiveMismatchError",
+        2,
+        "all_reduce",
+        (),
+    )
+    lines = verdict.text.splitlines()
+    assert lines[1:] == [
+        "  ranks 0, 1, 3: all_reduce #2 (float32 x 8, sum) at app/train.py:2",
+        "  rank 2: all_reduce #2 (float32 x 9, sum) at app/train.py:3",
+    ]
+    notice = json.loads(json.dumps(verdict.notice()))
+    assert (
+        notice["records"]["2"] == "all_reduce #2 (float32 x 9, sum) at app/train.py:3" and len(notice["records"]) == 4
+    )
+
+
+def test_ranks_text() -> None:
+    """One rank and several read as people write them."""
+    assert (ranks_text([3]), ranks_text([1, 3])) == ("rank 3", "ranks 1, 3")
+
+
+# -- late ------------------------------------------------------------------------------------------------------------
+
+
+def looks(late: Late, readers: Mapping[int, Reader], seconds: float, step: float = 0.5) -> list[Waiting]:
+    """What is seen in `seconds` of waiting."""
+    seen = [late.look(readers, step) for _ in range(round(seconds / step))]
+    return [one for one in seen if one is not None]
+
+
+def test_late_rank_is_warned_of_at_a_falling_rate_and_over_at_the_bound() -> None:
+    """Warnings come at 5, 10, 20, 40 s; the wait is over at the operation's deadline and not before."""
+    with job(3) as ranks:
+        ranks.submit(0, BARRIER, SUM)
+        ranks.submit(1, BARRIER)
+        ranks.submit(2, BARRIER, SUM)
+        late = Late()
+        assert late.look(ranks.readers, 100) is None  # seen for the first time: it has not waited yet
+        seen = looks(late, ranks.readers, BOUND + 5)
+    assert [one.seconds for one in seen if one.warn] == [FIRST_WARNING, 10, 20, 40]
+    assert next(one.seconds for one in seen if one.over) == BOUND
+    assert {one.absent for one in seen} == {(1,)}
+    assert {one.entry.text() for one in seen} == {"all_reduce #2 (float32 x 8, sum) at app/train.py:2"}
+
+
+def test_patient_operation_is_never_late() -> None:
+    """Who may wait for ever is neither warned of nor over."""
+    with job(2) as ranks:
+        ranks.submit(0, BARRIER)
+        ranks.submit(1, BARRIER, COMMAND)
+        late = Late()
+        late.look(ranks.readers, 0.1)
+        seen = looks(late, ranks.readers, 1000, 50)
+    assert seen and not [one for one in seen if one.warn or one.over]
+
+
+@pytest.mark.parametrize("comes", ["the late one", "all"])
+def test_wait_begins_anew_when_the_last_one_moves(comes: str) -> None:
+    """A late rank that comes has its waiting forgotten, also where it is behind again at once."""
+    with job(2) as ranks:
+        ranks.submit(0, SUM, SUM, SUM)
+        late = Late()
+        late.look(ranks.readers, 0)
+        assert [one.warn for one in looks(late, ranks.readers, 12)].count(True) == 2
+        ranks.submit(1, *[SUM] * (3 if comes == "all" else 1))
+        assert late.look(ranks.readers, 1) is None
+        ranks.submit(0, SUM)
+        late.look(ranks.readers, 0)
+        seen = looks(late, ranks.readers, FIRST_WARNING)
+        assert [one.seconds for one in seen if one.warn] == [FIRST_WARNING]
+
+
+def test_time_that_does_not_count() -> None:
+    """Where the caller says that no time passed, nobody is late."""
+    with job(2) as ranks:
+        ranks.submit(0, SUM)
+        late = Late()
+        late.look(ranks.readers, 0)
+        assert not [one for one in (late.look(ranks.readers, 0) for _ in range(1000)) if one and (one.warn or one.over)]
+
+
+def test_rank_that_is_further_behind_than_a_ring_is_late_all_the_same() -> None:
+    """Others that are more than a ring ahead do not make a late rank unseen."""
+    with job(2) as ranks:
+        ranks.submit(0, SUM)
+        ranks.submit(1, *[SUM] * (COLLECTIVES + 100))
+        late = Late()
+        late.look(ranks.readers, 0)
+        seen = looks(late, ranks.readers, BOUND + 1)
+    assert [one for one in seen if one.over]

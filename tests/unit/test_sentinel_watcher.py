@@ -1,0 +1,395 @@
+"""The watcher as a process of its own, with ranks that are no MPI processes, and with strangers."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import processes
+
+from butter_mpi.collectives import Operation
+from butter_mpi.enums import DType
+from butter_mpi.recorder import SIZE, Recorder
+from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.client import Offer
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WATCHER = _ROOT / "butter_mpi" / "sentinel" / "__main__.py"
+_LONG = 10.0
+
+# Joins like a rank, submits one barrier, then prints what it hears; a line on its standard input is code to run.
+FAKE_RANK = """
+import array, json, os, signal, socket, sys, threading
+from butter_mpi.collectives import Operation
+from butter_mpi.enums import DType
+from butter_mpi.recorder import Recorder
+from butter_mpi.sentinel import messages
+rank, secret = int(sys.argv[1]), sys.argv[2]
+recorder = Recorder(10)
+recorder.write(Operation("barrier", 0, DType.UINT8, site=f"app/rank{rank}.py:5"), 1)
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect("\\0butter_mpi-" + secret[:16])
+fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [recorder.fd]))]
+sock.sendmsg([messages.pack("hello", rank=rank, secret=secret)], fds)
+def obey():
+    for line in sys.stdin:
+        exec(line)
+threading.Thread(target=obey, daemon=True).start()
+while (message := messages.receive(sock)) is not None:
+    print(json.dumps(message), flush=True)
+print("null", flush=True)
+"""
+
+
+class Node:
+    """A watcher, started as a rank does it, and what has joined it."""
+
+    def __init__(self, *ranks: int, start: float = 30, leader: int | None = None, file: str = "") -> None:
+        self.mark = uuid.uuid4().hex
+        offer = Offer("on")
+        self.secret = offer.secret
+        config = {
+            "listener": offer.socket.fileno(),
+            "secret": offer.secret,
+            "ranks": list(ranks),
+            "size": 8,
+            "host": "n01",
+            "start": start,
+            "leader": os.getpid() if leader is None else leader,
+            "frozen": True,
+            "file": file,
+        }
+        subprocess.run(
+            [sys.executable, "-S", "-E", "-s", "-B", str(_WATCHER)],
+            input=json.dumps(config).encode(),
+            env={processes.MARK: self.mark},
+            start_new_session=True,
+            pass_fds=[offer.socket.fileno()],
+            timeout=_LONG,
+            check=True,
+        )
+        offer.close()
+        self.fakes: list[subprocess.Popen[str]] = []
+        self.pids = processes.marked(self.mark)
+        assert len(self.pids) == 1
+
+    def fake(self, rank: int) -> subprocess.Popen[str]:
+        """A process that joins as this rank."""
+        one = subprocess.Popen(
+            [sys.executable, "-S", "-c", FAKE_RANK, str(rank), self.secret],
+            env={"PYTHONPATH": str(_ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.fakes.append(one)
+        return one
+
+    def connected(self) -> socket.socket:
+        """A connection of this process."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(_LONG)
+        sock.connect(f"\0butter_mpi-{self.secret[:16]}")
+        return sock
+
+    def ended(self, within: float) -> bool:
+        """Whether the watcher has ended, in time."""
+        return not processes.await_all_gone(self.mark, within)
+
+    def close(self) -> None:
+        for one in self.fakes:
+            one.kill()
+            one.communicate()
+        processes.kill_all(lambda: processes.marked(self.mark))
+
+
+@pytest.fixture
+def node() -> Iterator[Callable[..., Node]]:
+    """Make watchers, and see that none is left."""
+    made: list[Node] = []
+
+    def make(*ranks: int, **how: Any) -> Node:
+        made.append(Node(*ranks, **how))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def heard(fake: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next message that a fake rank hears; empty: the watcher is gone."""
+    assert fake.stdout is not None
+    line = fake.stdout.readline()
+    assert line, fake.communicate()
+    return json.loads(line) or {}
+
+
+def told(fake: subprocess.Popen[str], code: str) -> None:
+    """Have a fake rank run a line of code."""
+    assert fake.stdin is not None
+    fake.stdin.write(f"{code}\n")
+    fake.stdin.flush()
+
+
+def hello(sock: socket.socket, rank: int, secret: str, *fds: int) -> None:
+    """Introduce this process as a rank."""
+    data = messages.pack("hello", rank=rank, secret=secret)
+    sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
+
+
+def pair_works(one: Node, staying: subprocess.Popen[str], dying: subprocess.Popen[str], rank: int) -> None:
+    """See that the death of one is told to the other, and the end of all is the watcher's."""
+    dying.kill()
+    notice = heard(staying)
+    assert notice["kind"] == "notice" and notice["notice"]["lost"] == [rank], notice
+    told(staying, "messages.send(sock, 'bye')")
+    assert one.ended(_LONG)
+
+
+@contextlib.contextmanager
+def recorders(count: int) -> Iterator[list[int]]:
+    """Descriptors of recorders."""
+    made = [Recorder(10) for _ in range(count)]
+    try:
+        yield [one.fd for one in made]
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_death_is_told_with_its_cause_and_last_operation(node: Callable[..., Node], tmp_path: Path) -> None:
+    """Each living rank hears who died, how, and where it was; people read it on stderr and in the file."""
+    file = tmp_path / "verdict.jsonl"
+    one = node(3, 4, 6, file=str(file))
+    fakes = {rank: one.fake(rank) for rank in (3, 4, 6)}
+    for fake in fakes.values():
+        assert heard(fake) == {"kind": "ready", "pid": one.pids[0]}
+    text = f"rank 4/8 on n01 (process {fakes[4].pid}) was killed by SIGKILL; last submitted barrier #1 (uint8 x 0) at "
+    text += "app/rank4.py:5"
+    fakes[4].kill()
+    for rank in (3, 6):
+        notice = heard(fakes[rank])["notice"]
+        assert (notice["error"], notice["lost"], notice["text"]) == ("PeerLostError", [4], text)
+        assert (notice["n"], notice["operation"], notice["by"]) == (1, "barrier", -1)
+    for rank in (3, 6):
+        told(fakes[rank], "messages.send(sock, 'bye')")
+    assert one.ended(_LONG)
+    errors = [fakes[rank].communicate()[1] for rank in (3, 6)]
+    assert sorted(errors) == ["", f"butter_mpi: {text} (seen by the watcher)\n"]
+    (line,) = file.read_text().splitlines()
+    verdict = json.loads(line)
+    assert verdict["verdict"]["lost"] == [4] and verdict["host"] == "n01"
+    assert verdict["submitted"]["6"] == ["barrier #1 (uint8 x 0) at app/rank6.py:5"]
+
+
+@pytest.mark.parametrize(("code", "how"), [("os._exit(0)", "exit status 0"), ("os._exit(3)", "exit status 3")])
+def test_exit_is_told_with_its_status(node: Callable[..., Node], code: str, how: str) -> None:
+    """A rank that ends without a goodbye is lost, whatever its status."""
+    one = node(0, 1)
+    fakes = [one.fake(rank) for rank in range(2)]
+    for fake in fakes:
+        heard(fake)
+    told(fakes[1], code)
+    assert how in heard(fakes[0])["notice"]["text"]
+
+
+def test_strangers_change_nothing(node: Callable[..., Node]) -> None:
+    """Whoever connects and is no rank of this node is sent away, or left waiting, and nobody hears of it."""
+    one = node(0, 1)
+    first = one.fake(0)
+    with contextlib.ExitStack() as open_, recorders(2) as fds:
+        silent = open_.enter_context(one.connected())
+        foreign = os.memfd_create("foreign")
+        open_.callback(os.close, foreign)
+        os.ftruncate(foreign, SIZE)
+        attempts: list[Callable[[socket.socket], Any]] = [
+            lambda sock: hello(sock, 1, "0" * 32, fds[0]),  # not the secret
+            lambda sock: hello(sock, 1, one.secret[:16], fds[0]),  # what can be read in /proc/net/unix
+            lambda sock: hello(sock, 1, one.secret),  # no descriptor
+            lambda sock: hello(sock, 1, one.secret, *fds),  # two
+            lambda sock: hello(sock, 1, one.secret, *fds * 20),  # more than there is room for
+            lambda sock: hello(sock, 1, one.secret, foreign),  # no recorder
+            lambda sock: hello(sock, 1, one.secret, silent.fileno()),  # no file
+            lambda sock: hello(sock, 2, one.secret, fds[0]),  # no rank of this node
+            lambda sock: hello(sock, -1, one.secret, fds[0]),
+            lambda sock: sock.send(b"\0garbage"),
+            lambda sock: sock.send(b"x" * 150_000),
+            lambda sock: sock.send(messages.pack("bye")),
+            lambda sock: sock.send(messages.pack("notice", notice={})),
+        ]
+        for attempt in attempts:
+            sock = open_.enter_context(one.connected())
+            attempt(sock)
+            # It may be told why; then it is sent away.
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(messages.LIMIT):
+                    pass
+        open_.enter_context(one.connected()).close()
+        second = one.fake(1)
+        assert heard(first)["kind"] == heard(second)["kind"] == "ready"
+        again = open_.enter_context(one.connected())
+        hello(again, 1, one.secret, fds[0])
+        assert again.recv(messages.LIMIT) == b""
+        pair_works(one, first, second, 1)
+
+
+@pytest.mark.parametrize(
+    "notice",
+    [
+        {},
+        {"error": "PeerLostError"},
+        {"lost": "x"},
+        {"lost": [None]},
+        {"lost": [float("inf")]},
+        {"records": []},
+        {"records": {"x": 1}},
+        {"elapsed": 10**400},
+        {"elapsed": {}},
+        {"text": "\ud800" * 20_000},
+    ],
+    ids=lambda notice: str(notice)[:40],
+)
+def test_odd_notice_of_a_rank_does_not_end_the_watcher(node: Callable[..., Node], notice: dict[str, Any]) -> None:
+    """Whatever a rank says of its failure, the watcher goes on to watch."""
+    good = {"error": "PeerLostError", "lost": [1], "text": "t", "n": 1, "operation": "", "phase": "", "elapsed": 0.0}
+    said = {**good, "records": {}, **notice} if notice else notice
+    one = node(0, 1)
+    fakes = [one.fake(rank) for rank in range(2)]
+    for fake in fakes:
+        heard(fake)
+    told(fakes[1], f"messages.send(sock, 'broken', notice=json.loads({json.dumps(said)!r})); print('{{}}', flush=True)")
+    heard(fakes[1])
+    fakes[1].kill()
+    # What was odd, or the death: in any case there is a watcher to tell it.
+    assert heard(fakes[0]).get("kind") == "notice"
+    told(fakes[0], "messages.send(sock, 'bye')")
+    assert one.ended(_LONG)
+
+
+def test_rank_that_never_reads_holds_up_nobody(node: Callable[..., Node]) -> None:
+    """A stopped rank whose messages pile up does not keep the watcher from the others."""
+    one = node(0, 1, 2)
+    fakes = [one.fake(rank) for rank in range(3)]
+    for fake in fakes:
+        heard(fake)
+    fakes[1].send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    fakes[2].kill()
+    assert heard(fakes[0])["notice"]["lost"] == [2] and time.monotonic() - begin < 2
+    fakes[1].send_signal(signal.SIGCONT)
+    assert heard(fakes[1])["notice"]["lost"] == [2]
+
+
+def test_two_watchers_do_not_meet(node: Callable[..., Node]) -> None:
+    """Two jobs on one machine hear nothing of one another, also with the same rank numbers."""
+    nodes = [node(0, 1), node(0, 1)]
+    fakes = [[one.fake(rank) for rank in range(2)] for one in nodes]
+    for both in fakes:
+        assert heard(both[0])["kind"] == heard(both[1])["kind"] == "ready"
+    pair_works(nodes[0], fakes[0][0], fakes[0][1], 1)
+    pair_works(nodes[1], fakes[1][0], fakes[1][1], 1)
+
+
+# -- its end ---------------------------------------------------------------------------------------------------------
+
+
+def test_ends_with_the_goodbye_of_the_last(node: Callable[..., Node]) -> None:
+    """It stays while one rank is there, and goes with the last; a death after the goodbye is no fault."""
+    one = node(0, 1)
+    fakes = [one.fake(rank) for rank in range(2)]
+    for fake in fakes:
+        heard(fake)
+    told(fakes[0], "messages.send(sock, 'bye'); os.kill(os.getpid(), 9)")
+    fakes[0].wait(_LONG)
+    assert not one.ended(0.5)
+    told(fakes[1], "messages.send(sock, 'bye')")
+    assert one.ended(_LONG) and heard(fakes[1]) == {}
+
+
+def test_ends_with_the_death_of_all(node: Callable[..., Node]) -> None:
+    """It goes when every rank is dead."""
+    one = node(0, 1)
+    fakes = [one.fake(rank) for rank in range(2)]
+    for fake in fakes:
+        heard(fake)
+    for fake in fakes:
+        fake.kill()
+    assert one.ended(_LONG)
+
+
+def test_ends_at_the_start_deadline_where_nobody_comes(node: Callable[..., Node]) -> None:
+    """It does not wait for ranks that never come."""
+    one = node(0, 1, start=1)
+    begin = time.monotonic()
+    assert one.ended(_LONG) and time.monotonic() - begin > 0.5
+
+
+def test_ends_with_a_leader_that_died_before_anyone_came(node: Callable[..., Node]) -> None:
+    """Where the rank that started it is gone and nobody has come, nobody will."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as leader:
+        one = node(0, 1, start=600, leader=leader.pid)
+        assert not one.ended(0.3)
+        leader.kill()
+        leader.wait()
+        assert one.ended(_LONG)
+
+
+def test_signals_that_are_sent_to_whole_jobs_do_not_end_it(node: Callable[..., Node]) -> None:
+    """Schedulers and terminals signal the whole job: the watcher sees what becomes of the ranks."""
+    one = node(0, 1)
+    fakes = [one.fake(rank) for rank in range(2)]
+    for fake in fakes:
+        heard(fake)
+    for number in ("INT", "TERM", "HUP", "TSTP", "USR1", "USR2"):
+        os.kill(one.pids[0], getattr(signal, f"SIG{number}"))
+    pair_works(one, fakes[0], fakes[1], 1)
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def _running(pid: int) -> float:
+    """Seconds for which a process has had a core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_what_it_costs(node: Callable[..., Node], submitted: bool) -> None:
+    """With four ranks that are judged it holds at most 25 MB, and takes at most 0.2 % of a core while they idle."""
+    one = node(*range(4))
+    with contextlib.ExitStack() as open_:
+        for rank in range(4):
+            recorder = Recorder(10)
+            open_.callback(recorder.close)
+            if submitted:
+                recorder.write(Operation("barrier", 0, DType.UINT8, site="app/a.py:1"), 1)
+            sock = open_.enter_context(one.connected())
+            hello(sock, rank, one.secret, recorder.fd)
+            sock.send(messages.pack("judge"))
+        assert messages.receive(sock) == {"kind": "ready", "pid": one.pids[0]}
+        # The least of three: what other processes of this machine cost it (cold caches) is not its own.
+        share = min(_share(one.pids[0], 1.5) for _ in range(3))
+    resident = int(Path(f"/proc/{one.pids[0]}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+    assert resident <= 25, f"{resident:.1f} MB"
+    assert share <= 0.002, f"{share:.2%} of a core, {resident:.1f} MB"
+
+
+def _share(pid: int, seconds: float) -> float:
+    """The share of a core that a process takes; what is measured is that nothing happens meanwhile."""
+    begin, before = time.monotonic(), _running(pid)
+    time.sleep(seconds)
+    return (_running(pid) - before) / (time.monotonic() - begin)
