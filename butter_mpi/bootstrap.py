@@ -331,7 +331,7 @@ class _Start:
     def _sentinel(self, control: Control) -> Sentinel | None:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
-        offer = Offer(settings.watch)
+        offer = Offer(settings.watch, settings.collective_deadline)
         every = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers")
         if any(json.loads(one)["watch"] == "off" for one in every):
             # Where they differ, preflight says so.
@@ -342,7 +342,6 @@ class _Start:
             every,
             self._comm.rank,
             who=self._who,
-            deadline=settings.collective_deadline,
             start_deadline=settings.start_deadline,
             frozen=settings.watch == "on",
             file=settings.verdict_file,

@@ -44,7 +44,7 @@ _ODD = 0x9E3779B97F4A7C15
 _WORD = struct.Struct("=Q")
 # time ns, chain (or peer and number), signature, count, site, bound ms, stream, number
 _WHOLE = struct.Struct("=8Q").pack_into
-_SITE = struct.Struct(f"=QH{_TEXT - 10}s")
+_SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
 _BEAT, _POSITION = 0, 8
 
 
@@ -127,7 +127,8 @@ class Recorder:
         if place is None:
             place = self._new_site(site)
         if operation.peer is None:
-            self._chain = link = ((self._chain ^ signature ^ count << 7 ^ number << 40) * _ODD + 1) & _MASK
+            link = (self._chain ^ signature) * _ODD & _MASK
+            self._chain = link = ((link ^ link >> 32 ^ count) * _ODD + number) & _MASK
             at, stamp = _HEADER + number % COLLECTIVES * _RECORD, number
         else:
             self._position = stamp = self._position + 1
@@ -147,8 +148,10 @@ class Recorder:
         if len(self._sites) >= SITES:
             self._sites.clear()
         self._sites[text] = self._next_site
-        raw = text.encode(errors="replace")[: _TEXT - 10]
-        _SITE.pack_into(self._map, _SITES_AT + self._next_site % SITES * _TEXT, self._next_site, len(raw), raw)
+        raw = text.encode(errors="replace")[-(_TEXT - 10) :]
+        at = _SITES_AT + self._next_site % SITES * _TEXT
+        _WORD.pack_into(self._map, at + _TEXT - 8, 0)
+        _SITE.pack_into(self._map, at, len(raw), raw, self._next_site)
         return self._next_site
 
     def close(self) -> None:
@@ -184,7 +187,10 @@ class Reader:
     """
 
     def __init__(self, fd: int) -> None:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0
         if os.fstat(fd).st_size != SIZE or not seals & fcntl.F_SEAL_SHRINK:
             raise ValueError("not a recorder of this layout, or one that could shrink")
         self._map = mmap.mmap(fd, SIZE)
@@ -200,9 +206,10 @@ class Reader:
         """Return the number of the newest collective; 0: none yet."""
         slots = self._words[_HEADER // 8 + 7 : _PAIRS_AT // 8 : _RECORD // 8]
         # All slots are looked through only if the one after the last known has changed.
-        if slots[(self._last + 1) % COLLECTIVES] > self._last or not self._last:
+        self._last = max(self._last, self.floor)
+        if slots[(self._last + 1) % COLLECTIVES] > self._last:
             self._last = max(self._last, max(slots.tolist()))
-        return max(self._last, self.floor)
+        return self._last
 
     def collective(self, number: int) -> Entry | None:
         """Return a collective, or ``None`` if it is not there: not yet, being written, or overwritten."""
@@ -239,5 +246,8 @@ class Reader:
         return Entry(number, when / 1e9, chain, signature, count, self._site(site), bound / 1e3, stream)
 
     def _site(self, number: int) -> str:
-        stored, length, raw = _SITE.unpack_from(self._map, _SITES_AT + number % SITES * _TEXT)
-        return raw[:length].decode(errors="replace") if stored == number else "?"
+        at = _SITES_AT + number % SITES * _TEXT
+        before = self._words[(at + _TEXT) // 8 - 1]
+        length, raw, _ = _SITE.unpack_from(self._map, at)
+        after = self._words[(at + _TEXT) // 8 - 1]
+        return raw[:length].decode(errors="replace") if before == after == number else "?"

@@ -99,7 +99,7 @@ class PeerPlane(Plane):
         flight = self._flight
         here = {} if flight is None else {"n": flight["n"], "operation": flight["kind"], "phase": "collective"}
         facts = {"phase": "idle", **{name: value for name, value in notice.items() if value or name == "lost"}, **here}
-        cause = error_from(self.who, notice.get("by", -1), facts)
+        cause = error_from(self.who, -1, {**facts, "here": True})
         if not self.health.closed and self.health.poison(cause):
             self._untold = True
             self._stop_from_outside()
@@ -259,6 +259,11 @@ class PeerPlane(Plane):
         sweep()
 
     def _reconnect(self) -> None:
+        if self._sentinel is not None and self._sentinel.lost:
+            raise CommunicatorBrokenError(
+                f"{self.who}: attempt_reconnect: the watcher of this node is gone, and nobody would see the ranks; "
+                "only a new job helps"
+            )
         if self._reserve is None:
             raise CommunicatorBrokenError(f"{self.who}: attempt_reconnect: an earlier one failed; only a new job helps")
         reserve, self._reserve = self._reserve, None
@@ -288,9 +293,11 @@ class PeerPlane(Plane):
     def _everybody_there(self) -> None:
         """Raise where a rank has left for good: nobody can reconnect without it."""
         self._control.pump()
-        gone = sorted({*self._control.left, *self._control.gone})
+        dead = {} if self._sentinel is None else self._sentinel.gone
+        gone = sorted({*self._control.left, *self._control.gone, *dead})
         if gone:
-            why = self._control.gone.get(gone[0], {}).get("text") or self._control.left[gone[0]]["why"]
+            why = self._control.gone.get(gone[0], {}).get("text") or dead.get(gone[0])
+            why = why or self._control.left[gone[0]]["why"]
             raise PeerLostError(
                 f"{self.who}: attempt_reconnect: {ranks_text(gone)} left: {why}; every rank must take part",
                 lost_ranks=tuple(gone),

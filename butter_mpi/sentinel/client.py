@@ -61,30 +61,48 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class Offer:
-    """A listening socket, open before ranks agree on whose watcher serves the node: whoever connects early waits in it.
+    """What a rank brings before ranks agree on whose watcher serves the node: its recorder, and a listening socket.
 
-    The socket is abstract: it has no file, and is gone with its last holder.
+    Whoever connects early waits in the socket. It is abstract: it has no file, and is gone with its last holder. What
+    fails here is told to every rank, in :meth:`payload`.
 
     Parameters
     ----------
     watch : str
         The setting, which every rank must know: if one is without a watcher, all are.
+    deadline : float
+        Seconds that a collective may take.
     """
 
-    def __init__(self, watch: str) -> None:
-        self.watch = watch
+    def __init__(self, watch: str, deadline: float) -> None:
+        self.watch, self.failure = watch, ""
         self.secret = secrets.token_hex(_SECRET_BYTES)
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self.socket.bind(_address(self.secret))
-        self.socket.listen(4096)
+        self._ends = contextlib.ExitStack()
+        try:
+            self.recorder = Recorder(deadline)
+            self._ends.callback(self.recorder.close)
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            self._ends.callback(self.socket.close)
+            self.socket.bind(_address(self.secret))
+            self.socket.listen(4096)
+            self._node = node_key()
+        except OSError as error:
+            self.failure, self._node = f"{error.strerror or error}", ""
 
     def payload(self) -> bytes:
         """Return what every rank must know."""
-        return json.dumps({"node": node_key(), "secret": self.secret, "watch": self.watch}).encode()
+        facts = {"node": self._node, "secret": self.secret, "pid": os.getpid()}
+        return json.dumps({**facts, "watch": self.watch, "failure": self.failure}).encode()
+
+    def taken(self) -> Recorder:
+        """Hand the recorder over, and listen no more."""
+        self._ends.pop_all()
+        self.socket.close()
+        return self.recorder
 
     def close(self) -> None:
-        """Listen no more."""
-        self.socket.close()
+        """Give everything back."""
+        self._ends.close()
 
 
 def _address(secret: str) -> str:
@@ -104,8 +122,8 @@ class Sentinel:
         This rank.
     who : str
         This rank, for messages.
-    deadline, start_deadline : float
-        Seconds that a collective, and the start, may take.
+    start_deadline : float
+        Seconds that the start may take.
     frozen : bool
         Whether stopped ranks are judged; not while a debugger stops them.
     file : str
@@ -124,7 +142,6 @@ class Sentinel:
         rank: int,
         *,
         who: str,
-        deadline: float,
         start_deadline: float,
         frozen: bool,
         file: str,
@@ -137,42 +154,46 @@ class Sentinel:
         self._ready = threading.Event()
         self._lock = threading.Lock()
         self._left = False
-        self._pid = os.getpid()
         self._watcher = 0
-        self.recorder = Recorder(deadline)
-        said = [json.loads(one) for one in offers]
-        here = [number for number, one in enumerate(said) if one["node"] == said[rank]["node"]]
         self._starter: subprocess.Popen[bytes] | None = None
-        secret = said[here[0]]["secret"]
+        self.gone: dict[int, str] = {}
+        self.lost = False
+        said = [json.loads(one) for one in offers]
+        failed = [(number, one["failure"]) for number, one in enumerate(said) if one["failure"]]
+        if failed:
+            offer.close()
+            reasons = "; ".join(f"rank {number}: {why}" for number, why in failed)
+            raise StartError(f"{who}: start: no watcher can be set up ({reasons}); {_OFF}", phase="watcher")
+        here = {number: one["pid"] for number, one in enumerate(said) if one["node"] == said[rank]["node"]}
+        leader = min(here)
         try:
-            if here[0] == rank:
+            if leader == rank:
                 self._start(offer, here, len(offers), start_deadline, frozen, file)
-            self._join(secret)
+            self._join(said[leader]["secret"], offer.recorder)
         except OSError as error:
+            offer.close()
             raise StartError(
-                f"{who}: start: the watcher of this node cannot be {'started' if here[0] == rank else 'reached'}: "
+                f"{who}: start: the watcher of this node cannot be {'started' if leader == rank else 'reached'}: "
                 f"{error.strerror or error}; {_OFF}",
                 phase="watcher",
             ) from None
-        finally:
-            offer.close()
+        self.recorder = offer.taken()
         _OPEN.add(self)
         self._thread = threading.Thread(target=self._listen, name="butter_mpi sentinel", daemon=True)
         self._thread.start()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def _start(self, offer: Offer, ranks: list[int], size: int, start: float, frozen: bool, file: str) -> None:
+    def _start(self, offer: Offer, ranks: Mapping[int, int], size: int, start: float, frozen: bool, file: str) -> None:
         """Start the watcher; it takes over the listening socket, and detaches itself."""
         listener = offer.socket.fileno()
         config = {
             "listener": listener,
             "secret": offer.secret,
-            "ranks": ranks,
+            "ranks": dict(ranks),
             "size": size,
             "host": socket.gethostname(),
             "start": start,
-            "leader": os.getpid(),
             "frozen": frozen,
             "file": os.path.abspath(file) if file else "",
         }
@@ -192,11 +213,11 @@ class Sentinel:
         with self._starter.stdin as pipe:
             pipe.write(json.dumps(config).encode())
 
-    def _join(self, secret: str) -> None:
+    def _join(self, secret: str, recorder: Recorder) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.connect(_address(secret))
         hello = messages.pack("hello", rank=self._rank, secret=secret)
-        fds = array.array("i", [self.recorder.fd])
+        fds = array.array("i", [recorder.fd])
         self._socket.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 
     def wait_until_ready(self, watch: Watch) -> None:
@@ -224,8 +245,9 @@ class Sentinel:
     def look_at_start(self) -> None:
         """Raise what the watcher has said, while there is no plane yet that could."""
         notice = self._notices.get(self._epoch)
-        if notice is not None:
-            raise StartError(f"{self._who}: start: {notice['text']}", phase=WATCHED)
+        texts = [*([notice["text"]] if notice is not None else []), *self.gone.values()]
+        if texts:
+            raise StartError(f"{self._who}: start: {texts[0]}", phase=WATCHED)
 
     def deliver_to(self, on_notice: Callable[[Mapping[str, Any]], None], judged: bool) -> None:
         """Hand verdicts to `on_notice` from now on, in the listening thread; one that has come, at once.
@@ -248,7 +270,6 @@ class Sentinel:
             _OPEN.discard(self)
             self._on_notice = None
             self._socket.close()
-            self.recorder.close()
 
     def _hear_all(self) -> None:
         poll, stale, beat = select.poll(), Watch(_STALE), 0
@@ -258,14 +279,18 @@ class Sentinel:
                 message = messages.receive(self._socket)
                 if message is None:
                     if not self._left:
-                        self._take(_lost_watcher("has ended (killed?)"), self._epoch)
+                        self._lose_watcher("has ended (killed?)")
                     return
                 self._hear(message)
             if self.recorder.beat() != beat:
                 beat, stale = self.recorder.beat(), Watch(_STALE)
             elif stale.tick() and self._watcher and (self._watcher_stopped() or stale.elapsed >= _STARVED):
-                self._take(_lost_watcher(f"has not looked for {stale.elapsed:.1f} s (stopped?)"), self._epoch)
+                self._lose_watcher(f"has not looked for {stale.elapsed:.1f} s (stopped?)")
                 return
+
+    def _lose_watcher(self, how: str) -> None:
+        self.lost = True
+        self._take(_lost_watcher(how), self._epoch)
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "ready":
@@ -274,6 +299,8 @@ class Sentinel:
             self._ready.set()
         elif message["kind"] == "notice":
             self._take(message["notice"], message["epoch"])
+        elif message["kind"] == "gone":
+            self.gone[message["rank"]] = message["text"]
         elif message["kind"] == "warning":
             _LOG.warning("%s: %s", self._who, message["text"])
 
@@ -319,6 +346,7 @@ class Sentinel:
             self._reap()
             if threading.current_thread() is not self._thread:
                 self._thread.join(_LISTEN_SECONDS)
+            self.recorder.close()
 
     def forget(self) -> None:
         """Let go, in a forked child: it is no rank."""

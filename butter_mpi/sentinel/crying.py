@@ -23,12 +23,29 @@ def cry(process: Process, text: str) -> bool:
     data = text.encode(errors="replace")
     for opened in (_same, _again):
         with contextlib.suppress(OSError), opened(process) as fd:
-            poll = select.poll()
-            poll.register(fd, select.POLLOUT)
-            if poll.poll(0):
-                os.write(fd, data)
-                return True
+            _write(fd, data)
+            return True
     return False
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Write what there is room for, and never wait: a pipe that says it is writable takes PIPE_BUF bytes at once.
+
+    Raises
+    ------
+    BlockingIOError
+        There is no room at all.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    begun = False
+    while data:
+        if not poll.poll(0):
+            if begun:
+                return
+            raise BlockingIOError
+        data = data[os.write(fd, data[: select.PIPE_BUF]) :]
+        begun = True
 
 
 @contextlib.contextmanager

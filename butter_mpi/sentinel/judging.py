@@ -32,6 +32,29 @@ class Verdict:
     elapsed: float = 0.0
     phase: str = ""
 
+    @classmethod
+    def of(cls, notice: Mapping[str, Any]) -> Verdict:
+        """Return what a rank says of its first cause, in this form.
+
+        Raises
+        ------
+        ValueError
+            It has not the fields, or not of their types.
+        """
+        try:
+            return cls(
+                str(notice["error"]),
+                tuple(int(one) for one in notice["lost"]),
+                str(notice["text"]),
+                n=None if notice["n"] is None else int(notice["n"]),
+                operation=str(notice["operation"]),
+                records={int(one): str(text) for one, text in dict(notice["records"]).items()},
+                elapsed=float(notice["elapsed"]),
+                phase=str(notice["phase"]),
+            )
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a notice: {error!r}") from None
+
     def notice(self) -> dict[str, Any]:
         """Return it as ranks tell one another their first cause."""
         return {
@@ -75,20 +98,23 @@ def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
 
 
 def mismatch(found: Mapping[int, Entry]) -> Verdict:
-    """Return the verdict on records that differ."""
+    """Return the verdict on records that differ, or come after some that did and are overwritten."""
     records = {rank: entry.text() for rank, entry in sorted(found.items())}
     groups: dict[str, list[int]] = {}
     for rank, text in records.items():
         groups.setdefault(text, []).append(rank)
     first = next(iter(found.values()))
     paired = first.kind in ("send", "recv")
-    what = f"send and recv #{first.number}" if paired else f"number {first.number}"
-    lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in groups.items())
+    what = f"as send and recv #{first.number}" if paired else f"as number {first.number}"
+    same = not paired and len({(entry.signature, entry.elements) for entry in found.values()}) == 1
+    if same:
+        what = f"somewhere before number {first.number}; the records of that are overwritten"
+    lines = "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in groups.items() if not same)
     return Verdict(
         "CollectiveMismatchError",
         (),
-        f"ranks submitted different operations as {what}. Every rank must submit the same operations in the "
-        f"same order\n{lines}",
+        f"ranks submitted different operations {what}. Every rank must submit the same operations in the same order"
+        f"{lines}",
         n=first.number,
         operation=first.kind,
         records=records,
@@ -125,7 +151,9 @@ class Late:
             self._low, self._waited, self._warn_at = low, 0.0, FIRST_WARNING
             return []
         self._waited += passed
-        waiting = (reader.collective(low + 1) for rank, reader in readers.items() if heads[rank] > low)
+        # Whoever is further ahead than its ring is long shows the oldest that it has.
+        ahead = [reader for rank, reader in readers.items() if heads[rank] > low]
+        waiting = (reader.collective(max(low + 1, reader.oldest())) for reader in ahead)
         entry = next((entry for entry in waiting if entry), None)
         if entry is None:
             return []

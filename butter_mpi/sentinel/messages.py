@@ -14,7 +14,8 @@ from typing import Any
 __all__ = ["FIELDS", "LIMIT", "Garbled", "pack", "receive", "send", "unpack"]
 
 LIMIT = 1 << 16
-_LONGEST_TEXT = 8000
+_SHORTEST_TEXT = 1000
+_MOST_LOST = 100
 
 FIELDS: dict[str, dict[str, type]] = {
     # from a rank
@@ -26,6 +27,7 @@ FIELDS: dict[str, dict[str, type]] = {
     # from the watcher
     "ready": {"pid": int},
     "notice": {"notice": dict, "epoch": int},
+    "gone": {"rank": int, "text": str},
     "warning": {"text": str},
 }
 
@@ -36,18 +38,29 @@ class Garbled(ValueError):
 
 def pack(kind: str, **fields: Any) -> bytes:
     """Return a message; a text that is too long is cut, the message never lost."""
-    data = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
-    if len(data) <= LIMIT:
-        return data
-    return json.dumps({"kind": kind, **_shortened(fields)}, separators=(",", ":")).encode()
+    data = _packed(kind, fields)
+    while len(data) > LIMIT:
+        fields = _shorter(fields)
+        data = _packed(kind, fields)
+    return data
 
 
-def _shortened(fields: dict[str, Any]) -> dict[str, Any]:
+def _packed(kind: str, fields: dict[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
+
+
+def _shorter(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return less: of a notice first the records go, then half of the text again and again, then the list of ranks."""
     notice = fields.get("notice")
-    if isinstance(notice, dict):
-        cut = {**notice, "text": str(notice.get("text"))[:_LONGEST_TEXT], "records": {}, "lost": []}
-        return {**fields, "notice": cut}
-    return {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+    if not isinstance(notice, dict):
+        return {name: value[: len(value) // 2] if isinstance(value, str) else value for name, value in fields.items()}
+    if notice.get("records"):
+        cut: dict[str, Any] = {"records": {}}
+    elif len(notice.get("text", "")) > _SHORTEST_TEXT:
+        cut = {"text": notice["text"][: len(notice["text"]) // 2]}
+    else:
+        cut = {"lost": notice.get("lost", [])[:_MOST_LOST], "operation": "", "phase": ""}
+    return {**fields, "notice": {**notice, **cut}}
 
 
 def unpack(data: bytes) -> dict[str, Any]:

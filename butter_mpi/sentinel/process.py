@@ -12,7 +12,7 @@ __all__ = ["Process"]
 
 # PF_EXITING, PF_DUMPCORE, PF_SIGNALED: a large process or a core dump takes long to go, the flags come at once.
 _DYING = 0x604
-_STATE, _FLAGS, _EXIT_CODE = 0, 6, 49
+_STATE, _PARENT, _FLAGS, _EXIT_CODE = 0, 1, 6, 49
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _INFO_BYTES = 0xC040FF0B, 1 << 3, 64
 
 
@@ -49,6 +49,19 @@ class Process:
         if int(fields[_FLAGS]) & _DYING or fields[_STATE] in (b"Z", b"X"):
             return "dying"
         return "stopped" if fields[_STATE] == b"T" else "alive"
+
+    def parent(self) -> int:
+        """Return the number of the process that started it.
+
+        Raises
+        ------
+        OSError
+            It is gone.
+        """
+        fields = self._fields()
+        if not fields:
+            raise ProcessLookupError(f"process {self.pid} is gone")
+        return int(fields[_PARENT])
 
     def end(self) -> str:
         """Return how it ended, as far as that can be known."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import json
 import os
 import select
@@ -25,11 +26,11 @@ from butter_mpi.recorder import Entry, Reader
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.judging import Late, Pairs, Verdict, Waiting, first_difference, mismatch, ranks_text
-from butter_mpi.sentinel.process import Process
+from butter_mpi.sentinel.watched import Rank
 
 __all__ = ["Watcher", "main"]
 
-_TICK = 0.1
+_TICK = 0.2
 _SOON = 0.02
 _LONGEST_PASSED = 0.5
 _FROZEN = 4.0
@@ -44,37 +45,19 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-class Rank:
-    """What is known of one rank."""
-
-    def __init__(self, sock: socket.socket, number: int, reader: Reader) -> None:
-        self.sock, self.number, self.reader = sock, number, reader
-        self.process = Process(_peer(sock)[0])
-        self.judged = self.left = self.gone = False
-        self.stopped = 0.0
-        self.epoch = 0
-
-    def last(self) -> str:
-        """Return its last submission, for a message."""
-        newest = self.reader.newest(1)
-        return f"last submitted {newest[-1].text()}" if newest else "it had submitted nothing"
-
-
 class Watcher:
     """The watcher.
 
     Parameters
     ----------
     config : dict
-        ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node), ``size`` (of the job),
-        ``host``, ``start`` (seconds in which ranks must come), ``leader`` (process that started this one), ``frozen``
-        (whether stopped ranks are judged) and ``file`` (for verdicts; empty: none).
+        ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node, each with its process),
+        ``size`` (of the job), ``host``, ``start`` (seconds in which ranks must come), ``frozen`` (whether stopped ranks
+        are judged) and ``file`` (for verdicts; empty: none).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
-        self._expected = set(config["ranks"])
-        self._ranks: dict[int, Rank] = {}
         self._poll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         # By epoch: ranks that go on after a failure, which all survived, begin a new one, one after another.
@@ -83,8 +66,11 @@ class Watcher:
         self._suspect = 0
         self._due = 0.0
         self._looked = time.monotonic()
-        self._leader = Process(config["leader"])
         self._start_left = float(config["start"])
+        self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
+        for rank in self._ranks.values():
+            if rank.process is not None:
+                self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
         listener = socket.socket(fileno=config["listener"])
         listener.setblocking(False)
         self._watch(listener.fileno(), lambda: self._accept(listener))
@@ -112,11 +98,8 @@ class Watcher:
                 self._look(passed)
 
     def _over(self) -> bool:
-        if any(not (rank.left or rank.gone) for rank in self._ranks.values()):
-            return False
-        return (
-            self._ranks.keys() == self._expected or self._start_left <= 0 or self._leader.state() in ("gone", "dying")
-        )
+        living = [rank for rank in self._ranks.values() if rank.lives]
+        return not living or (self._start_left <= 0 and not any(rank.joined for rank in living))
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -130,47 +113,44 @@ class Watcher:
     def _hello(self, sock: socket.socket) -> None:
         """Take a rank's first message, with the descriptor of its recorder; a stranger's ends the connection."""
         self._forget(sock.fileno())
+        fds: list[int] = []
         try:
             data, ancillary, _, _ = sock.recvmsg(messages.LIMIT, socket.CMSG_SPACE(4 * 4))
-            fds = [
-                fd
-                for level, kind, raw in ancillary
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-                for fd in array.array("i", raw[: len(raw) // 4 * 4])
-            ]
-        except OSError:
-            sock.close()
-            return
-        try:
+            for level, kind, raw in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds += array.array("i", raw[: len(raw) // 4 * 4])
             rank = self._introduced(sock, messages.unpack(data), fds)
-        except OSError as error:
-            text = f"the watcher of this node cannot see this process ({error.strerror}): another PID namespace?"
-            messages.send(sock, "notice", notice=Verdict("PeerLostError", (), text, phase="watcher").notice(), epoch=0)
-            sock.close()
-            return
-        except ValueError:
+        except (OSError, ValueError):
             sock.close()
             return
         finally:
             for fd in fds:
                 os.close(fd)
-        self._ranks[rank.number] = rank
         self._watch(sock.fileno(), lambda: self._hear(rank))
-        self._watch(rank.process.pidfd, lambda: self._ended(rank))
-        if self._ranks.keys() == self._expected:
+        if self._complete:
             self._tell("ready", pid=os.getpid())
         for epoch, verdict in self._verdicts.items():
-            messages.send(sock, "notice", notice=verdict.notice(), epoch=epoch)
+            rank.tell("notice", notice=verdict.notice(), epoch=epoch)
+        for other in self._ranks.values():
+            if other.death is not None:
+                rank.tell("gone", rank=other.number, text=other.death.text)
 
     def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
         if message["kind"] != "hello" or message["secret"] != self._config["secret"] or len(fds) != 1:
             raise ValueError("a stranger")
-        number = message["rank"]
-        if number not in self._expected or number in self._ranks:
+        rank = self._ranks.get(message["rank"])
+        if rank is None or rank.joined or _peer(sock)[0] != rank.pid:
             raise ValueError("no rank of this node, or one that is here already")
-        return Rank(sock, number, Reader(fds[0]))
+        rank.join(sock, Reader(fds[0]))
+        return rank
+
+    @property
+    def _complete(self) -> bool:
+        """Whether every rank of this node has come."""
+        return all(rank.joined for rank in self._ranks.values())
 
     def _hear(self, rank: Rank) -> None:
+        assert rank.sock is not None
         try:
             message = messages.receive(rank.sock)
         except BlockingIOError:
@@ -179,12 +159,11 @@ class Watcher:
         if message is None:
             # Its end, or garbage: the process handle tells whether it lives.
             self._forget(rank.sock.fileno())
-            if rank.process.state() in ("gone", "dying"):
+            if rank.state() in ("gone", "dying"):
                 self._ended(rank)
         elif kind == "bye":
             rank.left = True
-            self._forget(rank.sock.fileno())
-            self._forget(rank.process.pidfd)
+            self._no_more_of(rank)
         elif kind == "judge":
             rank.judged = True
         elif kind == "broken":
@@ -192,71 +171,72 @@ class Watcher:
         elif kind == "resume":
             self._resume(rank, message["sequence"], message["pairs"], message["epoch"])
 
+    def _no_more_of(self, rank: Rank) -> None:
+        if rank.sock is not None:
+            self._forget(rank.sock.fileno())
+        if rank.process is not None:
+            self._forget(rank.process.pidfd)
+
     def _ended(self, rank: Rank) -> None:
-        self._forget(rank.process.pidfd)
-        self._forget(rank.sock.fileno())
-        if not rank.left and not rank.gone:
-            rank.gone = True
-            self._blame(rank, rank.process.end())
+        """Tell of a death, whatever else was told before: nobody can go on with a rank that is gone."""
+        self._no_more_of(rank)
+        if not rank.lives:
+            return
+        rank.gone = True
+        rank.death = verdict = self._blame(rank, rank.end())
+        if not self._judge(verdict):
+            self._publish(verdict, None)
+        self._tell("gone", rank=rank.number, text=verdict.text)
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
     def _who(self, rank: Rank) -> str:
-        return f"rank {rank.number}/{self._config['size']} on {self._config['host']} (process {rank.process.pid})"
+        return f"rank {rank.number}/{self._config['size']} on {self._config['host']} (process {rank.pid})"
 
-    def _blame(self, rank: Rank, how: str) -> None:
-        newest = rank.reader.newest(1)
-        self._judge(
-            Verdict(
-                "PeerLostError",
-                (rank.number,),
-                f"{self._who(rank)} {how}; {rank.last()}",
-                n=newest[-1].number if newest else None,
-                operation=newest[-1].kind if newest else "",
-            )
+    def _blame(self, rank: Rank, how: str) -> Verdict:
+        newest = [] if rank.reader is None else rank.reader.newest(1)
+        return Verdict(
+            "PeerLostError",
+            (rank.number,),
+            f"{self._who(rank)} {how}; {rank.last()}",
+            n=newest[-1].number if newest else None,
+            operation=newest[-1].kind if newest else "",
+            phase="" if rank.joined else "start",
         )
 
     def _broken(self, rank: Rank, notice: dict[str, Any], epoch: int) -> None:
         """Take over what a rank says of its communicator: it broke."""
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            self._judge(
-                Verdict(
-                    str(notice["error"]),
-                    tuple(int(one) for one in notice["lost"]),
-                    str(notice["text"]),
-                    n=notice["n"],
-                    operation=str(notice["operation"]),
-                    records={int(one): str(text) for one, text in notice["records"].items()},
-                    elapsed=float(notice["elapsed"]),
-                    phase=str(notice["phase"]),
-                ),
-                epoch,
-                said_by=rank,
-            )
+        with contextlib.suppress(ValueError):
+            self._judge(Verdict.of(notice), epoch, said_by=rank)
 
     @property
     def _epoch(self) -> int:
         """The newest epoch that a rank has begun."""
-        return max((rank.epoch for rank in self._ranks.values()), default=0)
+        return max(rank.epoch for rank in self._ranks.values())
 
-    def _judge(self, verdict: Verdict, epoch: int | None = None, said_by: Rank | None = None) -> None:
-        """Keep the first verdict of an epoch, and say it: to people, to the ranks, to the file."""
+    def _judge(self, verdict: Verdict, epoch: int | None = None, said_by: Rank | None = None) -> bool:
+        """Keep the first verdict of an epoch, and say it; returns whether this is it."""
         epoch = self._epoch if epoch is None else epoch
         if epoch in self._verdicts:
-            return
+            return False
         self._verdicts[epoch] = verdict
+        self._publish(verdict, said_by, epoch)
+        return True
+
+    def _publish(self, verdict: Verdict, said_by: Rank | None, epoch: int | None = None) -> None:
+        """Say a verdict to people, then to the ranks, then to the file."""
         source = "seen by the watcher" if said_by is None else f"told by rank {said_by.number}"
         self._cry(f"butter_mpi: {verdict.text} ({source})\n", said_by)
-        for rank in self._ranks.values():
-            if rank is not said_by and not (rank.left or rank.gone):
-                notice = {**verdict.notice(), "by": getattr(said_by, "number", -1)}
-                messages.send(rank.sock, "notice", notice=notice, epoch=epoch)
+        for rank in self._ranks.values() if epoch is not None else ():
+            if rank is not said_by and rank.lives:
+                rank.tell("notice", notice=verdict.notice(), epoch=epoch)
         self._write(verdict)
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
-        """Say it on the standard error of a rank, of one that lives if there is one."""
-        for rank in sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped > 0, one is said_by)):
-            if cry(rank.process, text):
+        """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
+        ranks = sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped > 0, one is said_by))
+        for process in [*(rank.process for rank in ranks), *(rank.parent for rank in ranks)]:
+            if process is not None and cry(process, text):
                 return
 
     def _write(self, verdict: Verdict) -> None:
@@ -267,44 +247,42 @@ class Watcher:
             "time": time.time(),
             "host": self._config["host"],
             "verdict": verdict.notice(),
-            "submitted": {
-                str(rank.number): [entry.text() for entry in rank.reader.newest(_SHOWN)]
-                for rank in self._ranks.values()
-            },
+            "submitted": {str(number): rank.newest(_SHOWN) for number, rank in self._ranks.items()},
         }
         with contextlib.suppress(OSError), open(self._config["file"], "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _tell(self, kind: str, **fields: Any) -> None:
         for rank in self._ranks.values():
-            messages.send(rank.sock, kind, **fields)
+            rank.tell(kind, **fields)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def _look(self, passed: float) -> None:
-        if self._ranks.keys() != self._expected:
+        if not self._complete:
             self._start_left -= passed
-        living = [rank for rank in self._ranks.values() if not (rank.left or rank.gone)]
-        states = {rank.number: rank.process.state() for rank in living}
+        living = [rank for rank in self._ranks.values() if rank.lives]
+        states = {rank.number: rank.state() for rank in living}
         for rank in living:
-            rank.reader.beat()
+            if rank.reader is not None:
+                rank.reader.beat()
             if states[rank.number] in ("gone", "dying"):
                 self._ended(rank)
         awake = any(state == "alive" for state in states.values())
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
         self._judge_stopped(living, states, passed if awake else 0.0)
         together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
-        if self._epoch not in self._verdicts and together and awake and self._ranks.keys() == self._expected:
+        if self._epoch not in self._verdicts and together and awake and self._complete:
             self._judge_submissions(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
             rank.stopped = rank.stopped + passed if states[rank.number] == "stopped" else 0.0
             if rank.stopped >= _FROZEN and self._config["frozen"]:
-                self._blame(rank, f"has been stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s")
+                self._judge(self._blame(rank, f"has been stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s"))
 
     def _judge_submissions(self, passed: float) -> None:
-        readers = {number: rank.reader for number, rank in self._ranks.items() if rank.judged}
+        readers = {number: rank.reader for number, rank in self._ranks.items() if rank.judged and rank.reader}
         if len(readers) < 2:
             return
         found = first_difference(readers)
@@ -336,7 +314,7 @@ class Watcher:
             text = f"{waiting.entry.text()}: has waited {waiting.seconds:.0f} s for {self._positions(waiting.absent)}"
             for rank in self._ranks.values():
                 if rank.number not in waiting.absent:
-                    messages.send(rank.sock, "warning", text=text)
+                    rank.tell("warning", text=text)
 
     def _positions(self, numbers: Sequence[int]) -> str:
         return "; ".join(f"{self._who(self._ranks[number])}, {self._ranks[number].last()}" for number in numbers)
@@ -357,9 +335,14 @@ class Watcher:
 
     def _resume(self, rank: Rank, sequence: int, pairs: int, epoch: int) -> None:
         """Let a rank go on after a failure that all survived, from numbers that all agreed on."""
+        if rank.reader is None or epoch <= rank.epoch:
+            return
         if epoch > self._epoch:
             self._late, self._pairs, self._suspect = Late(), Pairs(), 0
         rank.reader.floor, rank.reader.pairs_floor, rank.epoch = sequence, pairs, epoch
+        for other in self._ranks.values():
+            if other.death is not None:
+                self._judge(other.death, epoch)
 
 
 def main() -> None:

@@ -169,8 +169,7 @@ def test_ranks_text() -> None:
 
 def looks(late: Late, readers: Mapping[int, Reader], seconds: float, step: float = 0.5) -> list[Waiting]:
     """What is seen in `seconds` of waiting."""
-    seen = [late.look(readers, step) for _ in range(round(seconds / step))]
-    return [one for one in seen if one is not None]
+    return [one for _ in range(round(seconds / step)) for one in late.look(readers, step)]
 
 
 def test_late_rank_is_warned_of_at_a_falling_rate_and_over_at_the_bound() -> None:
@@ -180,7 +179,7 @@ def test_late_rank_is_warned_of_at_a_falling_rate_and_over_at_the_bound() -> Non
         ranks.submit(1, BARRIER)
         ranks.submit(2, BARRIER, SUM)
         late = Late()
-        assert late.look(ranks.readers, 100) is None  # seen for the first time: it has not waited yet
+        assert not late.look(ranks.readers, 100)  # seen for the first time: it has not waited yet
         seen = looks(late, ranks.readers, BOUND + 5)
     assert [one.seconds for one in seen if one.warn] == [FIRST_WARNING, 10, 20, 40]
     assert next(one.seconds for one in seen if one.over) == BOUND
@@ -208,7 +207,7 @@ def test_wait_begins_anew_when_the_last_one_moves(comes: str) -> None:
         late.look(ranks.readers, 0)
         assert [one.warn for one in looks(late, ranks.readers, 12)].count(True) == 2
         ranks.submit(1, *[SUM] * (3 if comes == "all" else 1))
-        assert late.look(ranks.readers, 1) is None
+        assert not late.look(ranks.readers, 1)
         ranks.submit(0, SUM)
         late.look(ranks.readers, 0)
         seen = looks(late, ranks.readers, FIRST_WARNING)
@@ -221,7 +220,7 @@ def test_time_that_does_not_count() -> None:
         ranks.submit(0, SUM)
         late = Late()
         late.look(ranks.readers, 0)
-        assert not [one for one in (late.look(ranks.readers, 0) for _ in range(1000)) if one and (one.warn or one.over)]
+        assert not [one for _ in range(1000) for one in late.look(ranks.readers, 0) if one.warn or one.over]
 
 
 def test_rank_that_is_further_behind_than_a_ring_is_late_all_the_same() -> None:

@@ -20,10 +20,11 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "hello", "rank": 3, "secret": "ab"},
     {"kind": "judge"},
     {"kind": "bye"},
-    {"kind": "broken", "notice": NOTICE},
-    {"kind": "resume", "sequence": 7},
+    {"kind": "broken", "notice": NOTICE, "epoch": 1},
+    {"kind": "resume", "sequence": 7, "pairs": 2, "epoch": 1},
     {"kind": "ready", "pid": 12},
-    {"kind": "notice", "notice": NOTICE},
+    {"kind": "notice", "notice": NOTICE, "epoch": 0},
+    {"kind": "gone", "rank": 2, "text": "rank 2 was killed"},
     {"kind": "warning", "text": "late"},
 ]
 
@@ -55,9 +56,9 @@ def test_what_is_packed_is_unpacked(message: dict[str, Any]) -> None:
 @example(b'{"kind":' * 20000)
 @example(b"1" * LIMIT)
 @example(b'{"kind":"bye"}\0')
-@example(b'{"kind":"resume","sequence":true}')
-@example(b'{"kind":"resume","sequence":1.0}')
-@example(b'{"kind":"resume","sequence":NaN}')
+@example(b'{"kind":"ready","pid":true}')
+@example(b'{"kind":"ready","pid":1.0}')
+@example(b'{"kind":"ready","pid":NaN}')
 @example(b'{"kind":["bye"]}')
 @example(b'{"kind":null}')
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
@@ -101,7 +102,7 @@ def test_a_field_less_or_more_or_of_another_type_is_refused(message: dict[str, A
 @pytest.mark.parametrize("letter", ["a", "\n", "\x01", "\xe9", "\u6f22", "\U0001f9c8", "\udcff", '"'])
 def test_long_text_is_cut_and_delivered(pair: Pair, kind: str, letter: str) -> None:
     """A text of any length and script arrives, cut."""
-    assert send(pair[0], kind, notice={**NOTICE, "text": letter * 100_000})
+    assert send(pair[0], kind, notice={**NOTICE, "text": letter * 100_000}, epoch=0)
     message = receive(pair[1])
     assert message is not None
     assert set(message["notice"]["text"]) == {letter} and len(message["notice"]["text"]) > 1000
@@ -109,7 +110,7 @@ def test_long_text_is_cut_and_delivered(pair: Pair, kind: str, letter: str) -> N
 
 def test_facts_arrive_whole_with_a_text_that_is_cut(pair: Pair) -> None:
     """Who is lost, and at which operation, are not cut with the text."""
-    assert send(pair[0], "notice", notice={**NOTICE, "text": "a" * 100_000})
+    assert send(pair[0], "notice", notice={**NOTICE, "text": "a" * 100_000}, epoch=0)
     message = receive(pair[1])
     assert message is not None
     assert {**message["notice"], "text": "", "records": {}} == {**NOTICE, "text": "", "records": {}}
@@ -126,7 +127,7 @@ def test_long_warning_is_cut_and_delivered(pair: Pair, letter: str) -> None:
 def test_many_records_are_delivered(pair: Pair) -> None:
     """A mismatch of thousands of ranks arrives: its text, where all records are too many."""
     records = {str(rank): f"all_reduce #41 (float32 x {rank}, sum) at app/train.py:33" for rank in range(10_000)}
-    assert send(pair[0], "notice", notice={**NOTICE, "text": "differ", "records": records})
+    assert send(pair[0], "notice", notice={**NOTICE, "text": "differ", "records": records}, epoch=0)
     message = receive(pair[1])
     assert message is not None and message["notice"]["text"] == "differ" and message["notice"]["n"] == 4
 
@@ -134,10 +135,12 @@ def test_many_records_are_delivered(pair: Pair) -> None:
 def test_an_end_that_does_not_read_costs_no_time(pair: Pair) -> None:
     """Sending to an end that never reads says so instead of waiting; what was sent before is there."""
     count = 0
-    while send(pair[0], "resume", sequence=count):
+    while send(pair[0], "resume", sequence=count, pairs=0, epoch=1):
         count += 1
         assert count < 100_000
-    assert [receive(pair[1]) for _ in range(2)] == [{"kind": "resume", "sequence": n} for n in range(2)]
+    assert [receive(pair[1]) for _ in range(2)] == [
+        {"kind": "resume", "sequence": n, "pairs": 0, "epoch": 1} for n in range(2)
+    ]
 
 
 def test_an_end_that_is_gone(pair: Pair) -> None:

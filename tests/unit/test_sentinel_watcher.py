@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,21 @@ from butter_mpi.enums import DType
 from butter_mpi.recorder import SIZE, Recorder
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.client import Offer
+from butter_mpi.sentinel.judging import Verdict
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WATCHER = _ROOT / "butter_mpi" / "sentinel" / "__main__.py"
 _LONG = 10.0
 
-# Joins like a rank, submits one barrier, then prints what it hears; a line on its standard input is code to run.
+# Waits for a secret, joins like a rank, submits one barrier, then prints what it hears; every further line on its
+# standard input is code to run.
 FAKE_RANK = """
 import array, json, os, signal, socket, sys, threading
 from butter_mpi.collectives import Operation
 from butter_mpi.enums import DType
 from butter_mpi.recorder import Recorder
 from butter_mpi.sentinel import messages
-rank, secret = int(sys.argv[1]), sys.argv[2]
+rank, secret = int(sys.argv[1]), sys.stdin.readline().strip()
 recorder = Recorder(10)
 recorder.write(Operation("barrier", 0, DType.UINT8, site=f"app/rank{rank}.py:5"), 1)
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -48,26 +50,31 @@ def obey():
         exec(line)
 threading.Thread(target=obey, daemon=True).start()
 while (message := messages.receive(sock)) is not None:
-    print(json.dumps(message), flush=True)
+    if message["kind"] != "gone":
+        print(json.dumps(message), flush=True)
 print("null", flush=True)
 """
 
 
 class Node:
-    """A watcher, started as a rank does it, and what has joined it."""
+    """A watcher, started as a rank does it, with fake ranks that join it when they are asked for.
 
-    def __init__(self, *ranks: int, start: float = 30, leader: int | None = None, file: str = "") -> None:
+    Ranks in `own` are this process.
+    """
+
+    def __init__(self, *ranks: int, start: float = 30, own: Sequence[int] = (), file: str = "") -> None:
         self.mark = uuid.uuid4().hex
-        offer = Offer("on")
+        offer = Offer("on", 10)
+        self.fakes = {rank: self._fake(rank) for rank in ranks if rank not in own}
+        pids = {rank: self.fakes[rank].pid if rank in self.fakes else os.getpid() for rank in ranks}
         self.secret = offer.secret
         config = {
             "listener": offer.socket.fileno(),
             "secret": offer.secret,
-            "ranks": list(ranks),
+            "ranks": pids,
             "size": 8,
             "host": "n01",
             "start": start,
-            "leader": os.getpid() if leader is None else leader,
             "frozen": True,
             "file": file,
         }
@@ -81,22 +88,23 @@ class Node:
             check=True,
         )
         offer.close()
-        self.fakes: list[subprocess.Popen[str]] = []
         self.pids = processes.marked(self.mark)
         assert len(self.pids) == 1
 
-    def fake(self, rank: int) -> subprocess.Popen[str]:
-        """A process that joins as this rank."""
-        one = subprocess.Popen(
-            [sys.executable, "-S", "-c", FAKE_RANK, str(rank), self.secret],
+    def _fake(self, rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-S", "-c", FAKE_RANK, str(rank)],
             env={"PYTHONPATH": str(_ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.fakes.append(one)
-        return one
+
+    def fake(self, rank: int) -> subprocess.Popen[str]:
+        """A process that joins as this rank now."""
+        told(self.fakes[rank], self.secret)
+        return self.fakes[rank]
 
     def connected(self) -> socket.socket:
         """A connection of this process."""
@@ -110,7 +118,7 @@ class Node:
         return not processes.await_all_gone(self.mark, within)
 
     def close(self) -> None:
-        for one in self.fakes:
+        for one in self.fakes.values():
             one.kill()
             one.communicate()
         processes.kill_all(lambda: processes.marked(self.mark))
@@ -184,7 +192,7 @@ def test_death_is_told_with_its_cause_and_last_operation(node: Callable[..., Nod
     for rank in (3, 6):
         notice = heard(fakes[rank])["notice"]
         assert (notice["error"], notice["lost"], notice["text"]) == ("PeerLostError", [4], text)
-        assert (notice["n"], notice["operation"], notice["by"]) == (1, "barrier", -1)
+        assert (notice["n"], notice["operation"]) == (1, "barrier")
     for rank in (3, 6):
         told(fakes[rank], "messages.send(sock, 'bye')")
     assert one.ended(_LONG)
@@ -209,7 +217,7 @@ def test_exit_is_told_with_its_status(node: Callable[..., Node], code: str, how:
 
 def test_strangers_change_nothing(node: Callable[..., Node]) -> None:
     """Whoever connects and is no rank of this node is sent away, or left waiting, and nobody hears of it."""
-    one = node(0, 1)
+    one = node(0, 1, 2, own=[2])
     first = one.fake(0)
     with contextlib.ExitStack() as open_, recorders(2) as fds:
         silent = open_.enter_context(one.connected())
@@ -217,19 +225,20 @@ def test_strangers_change_nothing(node: Callable[..., Node]) -> None:
         open_.callback(os.close, foreign)
         os.ftruncate(foreign, SIZE)
         attempts: list[Callable[[socket.socket], Any]] = [
-            lambda sock: hello(sock, 1, "0" * 32, fds[0]),  # not the secret
-            lambda sock: hello(sock, 1, one.secret[:16], fds[0]),  # what can be read in /proc/net/unix
-            lambda sock: hello(sock, 1, one.secret),  # no descriptor
-            lambda sock: hello(sock, 1, one.secret, *fds),  # two
-            lambda sock: hello(sock, 1, one.secret, *fds * 20),  # more than there is room for
-            lambda sock: hello(sock, 1, one.secret, foreign),  # no recorder
-            lambda sock: hello(sock, 1, one.secret, silent.fileno()),  # no file
-            lambda sock: hello(sock, 2, one.secret, fds[0]),  # no rank of this node
+            lambda sock: hello(sock, 2, "0" * 32, fds[0]),  # not the secret
+            lambda sock: hello(sock, 2, one.secret[:16], fds[0]),  # what can be read in /proc/net/unix
+            lambda sock: hello(sock, 2, one.secret),  # no descriptor
+            lambda sock: hello(sock, 2, one.secret, *fds),  # two
+            lambda sock: hello(sock, 2, one.secret, *fds * 20),  # more than there is room for
+            lambda sock: hello(sock, 2, one.secret, foreign),  # no recorder
+            lambda sock: hello(sock, 2, one.secret, silent.fileno()),  # no file
+            lambda sock: hello(sock, 1, one.secret, fds[0]),  # another process is that rank
+            lambda sock: hello(sock, 3, one.secret, fds[0]),  # no rank of this node
             lambda sock: hello(sock, -1, one.secret, fds[0]),
             lambda sock: sock.send(b"\0garbage"),
             lambda sock: sock.send(b"x" * 150_000),
             lambda sock: sock.send(messages.pack("bye")),
-            lambda sock: sock.send(messages.pack("notice", notice={})),
+            lambda sock: sock.send(messages.pack("notice", notice={}, epoch=0)),
         ]
         for attempt in attempts:
             sock = open_.enter_context(one.connected())
@@ -240,10 +249,13 @@ def test_strangers_change_nothing(node: Callable[..., Node]) -> None:
                     pass
         open_.enter_context(one.connected()).close()
         second = one.fake(1)
+        third = open_.enter_context(one.connected())
+        hello(third, 2, one.secret, fds[0])
         assert heard(first)["kind"] == heard(second)["kind"] == "ready"
         again = open_.enter_context(one.connected())
-        hello(again, 1, one.secret, fds[0])
+        hello(again, 2, one.secret, fds[1])
         assert again.recv(messages.LIMIT) == b""
+        third.send(messages.pack("bye"))
         pair_works(one, first, second, 1)
 
 
@@ -271,7 +283,8 @@ def test_odd_notice_of_a_rank_does_not_end_the_watcher(node: Callable[..., Node]
     fakes = [one.fake(rank) for rank in range(2)]
     for fake in fakes:
         heard(fake)
-    told(fakes[1], f"messages.send(sock, 'broken', notice=json.loads({json.dumps(said)!r})); print('{{}}', flush=True)")
+    sent = f"messages.send(sock, 'broken', notice=json.loads({json.dumps(said)!r}), epoch=0)"
+    told(fakes[1], f"{sent}; print('{{}}', flush=True)")
     heard(fakes[1])
     fakes[1].kill()
     # What was odd, or the death: in any case there is a watcher to tell it.
@@ -338,14 +351,39 @@ def test_ends_at_the_start_deadline_where_nobody_comes(node: Callable[..., Node]
     assert one.ended(_LONG) and time.monotonic() - begin > 0.5
 
 
-def test_ends_with_a_leader_that_died_before_anyone_came(node: Callable[..., Node]) -> None:
-    """Where the rank that started it is gone and nobody has come, nobody will."""
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as leader:
-        one = node(0, 1, start=600, leader=leader.pid)
-        assert not one.ended(0.3)
-        leader.kill()
-        leader.wait()
-        assert one.ended(_LONG)
+def test_ends_with_ranks_that_die_before_they_come(node: Callable[..., Node]) -> None:
+    """Where every rank is gone before it came, nobody will come."""
+    one = node(0, 1, start=600)
+    assert not one.ended(0.3)
+    for fake in one.fakes.values():
+        fake.kill()
+    assert one.ended(_LONG)
+
+
+def test_death_before_it_came_is_told(node: Callable[..., Node]) -> None:
+    """A rank that ends before it joins is named to those that have joined, and to those that join later."""
+    one = node(0, 1, 2)
+    first = one.fake(0)
+    one.fakes[1].kill()
+    for fake in (first, one.fake(2)):
+        notice = heard(fake)["notice"]
+        assert notice["lost"] == [1] and "was killed by SIGKILL; it was in the start" in notice["text"]
+
+
+def test_death_after_another_failure_is_told(node: Callable[..., Node]) -> None:
+    """A second fault of an epoch is no first cause; a death is told all the same, again in the next epoch."""
+    one = node(0, 1, 2)
+    fakes = [one.fake(rank) for rank in range(3)]
+    for fake in fakes:
+        heard(fake)
+    said = Verdict("CommunicatorBrokenError", (), "it broke").notice()
+    told(fakes[1], f"messages.send(sock, 'broken', notice={said!r}, epoch=0)")
+    assert heard(fakes[0])["notice"]["text"] == "it broke"
+    fakes[2].kill()
+    fakes[2].wait()
+    told(fakes[0], "messages.send(sock, 'resume', sequence=1, pairs=0, epoch=1)")
+    again = heard(fakes[0])
+    assert again["epoch"] == 1 and again["notice"]["lost"] == [2], again
 
 
 def test_signals_that_are_sent_to_whole_jobs_do_not_end_it(node: Callable[..., Node]) -> None:
@@ -370,7 +408,7 @@ def _running(pid: int) -> float:
 @pytest.mark.parametrize("submitted", [False, True])
 def test_what_it_costs(node: Callable[..., Node], submitted: bool) -> None:
     """With four ranks that are judged it holds at most 25 MB, and takes at most 0.2 % of a core while they idle."""
-    one = node(*range(4))
+    one = node(*range(4), own=range(4))
     with contextlib.ExitStack() as open_:
         for rank in range(4):
             recorder = Recorder(10)

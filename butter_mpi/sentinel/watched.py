@@ -1,0 +1,90 @@
+"""A rank as the watcher knows it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from typing import Any
+
+from butter_mpi.recorder import Reader
+from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.judging import Verdict
+from butter_mpi.sentinel.process import Process
+
+__all__ = ["Rank"]
+
+
+class Rank:
+    """What is known of one rank: its process from the start, its recorder once it has joined.
+
+    Parameters
+    ----------
+    number : int
+        The rank.
+    pid : int
+        Its process.
+
+    Raises
+    ------
+    OSError
+        The kernel or its rules do not let this process watch that one.
+    """
+
+    def __init__(self, number: int, pid: int) -> None:
+        self.number, self.pid = number, pid
+        self.process: Process | None = None
+        self.parent: Process | None = None
+        self.sock: socket.socket | None = None
+        self.reader: Reader | None = None
+        self.judged = self.left = self.gone = False
+        self.death: Verdict | None = None
+        self.stopped = 0.0
+        self.epoch = 0
+        try:
+            self.process = Process(pid)
+        except OSError as error:
+            # One that has ended already will be found so.
+            if error.errno not in (errno.ESRCH, errno.ENOENT):
+                raise
+        else:
+            with contextlib.suppress(OSError):
+                self.parent = Process(self.process.parent())
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has neither said goodbye nor ended."""
+        return not (self.left or self.gone)
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has come."""
+        return self.reader is not None
+
+    def state(self) -> str:
+        """Return the state of its process."""
+        return "gone" if self.process is None else self.process.state()
+
+    def end(self) -> str:
+        """Return how its process ended."""
+        return "ended" if self.process is None else self.process.end()
+
+    def join(self, sock: socket.socket, reader: Reader) -> None:
+        """Let it in."""
+        self.sock, self.reader = sock, reader
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Send it a message, if it has come."""
+        if self.sock is not None:
+            messages.send(self.sock, kind, **fields)
+
+    def newest(self, most: int) -> list[str]:
+        """Return its newest submissions."""
+        return [] if self.reader is None else [entry.text() for entry in self.reader.newest(most)]
+
+    def last(self) -> str:
+        """Return its last submission, for a message."""
+        if not self.joined:
+            return "it was in the start"
+        newest = self.newest(1)
+        return f"last submitted {newest[-1]}" if newest else "it had submitted nothing"
