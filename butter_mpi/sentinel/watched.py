@@ -39,7 +39,7 @@ class Rank:
         self.reader: Reader | None = None
         self.judged = self.left = self.gone = False
         self.death: Verdict | None = None
-        self.stopped = 0.0
+        self.stopped: float | None = None
         self.epoch = 0
         try:
             self.process = Process(pid)

@@ -178,14 +178,13 @@ class Watcher:
             self._forget(rank.process.pidfd)
 
     def _ended(self, rank: Rank) -> None:
-        """Tell of a death, whatever else was told before: nobody can go on with a rank that is gone."""
+        """Tell of a death; also where another cause was told before: nobody can go on without a rank that is gone."""
         self._no_more_of(rank)
         if not rank.lives:
             return
         rank.gone = True
         rank.death = verdict = self._blame(rank, rank.end())
-        if not self._judge(verdict):
-            self._publish(verdict, None)
+        self._judge(verdict)
         self._tell("gone", rank=rank.number, text=verdict.text)
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
@@ -214,27 +213,22 @@ class Watcher:
         """The newest epoch that a rank has begun."""
         return max(rank.epoch for rank in self._ranks.values())
 
-    def _judge(self, verdict: Verdict, epoch: int | None = None, said_by: Rank | None = None) -> bool:
-        """Keep the first verdict of an epoch, and say it; returns whether this is it."""
+    def _judge(self, verdict: Verdict, epoch: int | None = None, said_by: Rank | None = None) -> None:
+        """Keep the first verdict of an epoch, and say it to people, then to the ranks, then to the file."""
         epoch = self._epoch if epoch is None else epoch
         if epoch in self._verdicts:
-            return False
+            return
         self._verdicts[epoch] = verdict
-        self._publish(verdict, said_by, epoch)
-        return True
-
-    def _publish(self, verdict: Verdict, said_by: Rank | None, epoch: int | None = None) -> None:
-        """Say a verdict to people, then to the ranks, then to the file."""
         source = "seen by the watcher" if said_by is None else f"told by rank {said_by.number}"
         self._cry(f"butter_mpi: {verdict.text} ({source})\n", said_by)
-        for rank in self._ranks.values() if epoch is not None else ():
+        for rank in self._ranks.values():
             if rank is not said_by and rank.lives:
                 rank.tell("notice", notice=verdict.notice(), epoch=epoch)
         self._write(verdict)
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
-        ranks = sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped > 0, one is said_by))
+        ranks = sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped is not None, one is said_by))
         for process in [*(rank.process for rank in ranks), *(rank.parent for rank in ranks)]:
             if process is not None and cry(process, text):
                 return
@@ -277,7 +271,11 @@ class Watcher:
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
-            rank.stopped = rank.stopped + passed if states[rank.number] == "stopped" else 0.0
+            if states[rank.number] != "stopped":
+                rank.stopped = None
+                continue
+            # The first look does not count: it may have been stopped just before.
+            rank.stopped = 0.0 if rank.stopped is None else rank.stopped + passed
             if rank.stopped >= _FROZEN and self._config["frozen"]:
                 self._judge(self._blame(rank, f"has been stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s"))
 
