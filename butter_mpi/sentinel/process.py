@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -60,7 +61,7 @@ class Process:
         """
         fields = self._fields()
         if not fields:
-            raise ProcessLookupError(f"process {self.pid} is gone")
+            raise OSError(errno.ESRCH, f"process {self.pid} is gone")
         return int(fields[_PARENT])
 
     def end(self) -> str:
