@@ -233,6 +233,9 @@ class NcclLife(OnDevice, PeerPlane):
             self._stopping.append(abort(self._library, self.device, comm, self._inside))
 
     def _release(self) -> None:
+        if self._peer_broke():
+            # A healthy end would wait for a peer that has given up.
+            self._stop()
         super()._release()
         comm, self._comm = self._comm, None
         stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"
