@@ -99,7 +99,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._kept = kept = Kept(device)
         own, self._aside = kept.stream(), kept.stream()
         self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
-        self._events = (kept.event(), kept.event())
+        self._event = kept.event()
         self._issuer = Issuer(self._library, device, kept, self._rank, self._world_size)
         self._barrier_buffer = kept.buffer(_BARRIER_BYTES)
         device.fill(self._barrier_buffer, 0, _BARRIER_BYTES, self.stream)
