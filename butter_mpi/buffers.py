@@ -17,13 +17,17 @@ _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 
 @dataclass(frozen=True, slots=True)
 class ArrayView:
-    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive."""
+    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive.
+
+    ``stream`` is what the array names in ``__cuda_array_interface__``: work on it may be under way there.
+    """
 
     pointer: int
     count: int
     dtype: DType
     readonly: bool
     owner: Any
+    stream: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +84,15 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: str, *, writ
     pointer, readonly = interface["data"]
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {shape}, {dtype.label})")
-    return ArrayView(pointer if count else 0, count, dtype, readonly, array)
+    return ArrayView(pointer if count else 0, count, dtype, readonly, array, _named_stream(interface, name))
+
+
+def _named_stream(interface: Mapping[str, Any], name: str) -> int | None:
+    stream = interface.get("stream")
+    try:
+        return None if stream is None else stream_handle(stream)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
 
 
 def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
@@ -103,7 +115,7 @@ def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
     Raises
     ------
     TypeError
-        Not an array, or a host array.
+        Not an array, or a host array, or its stream is none.
     ValueError
         Strided, read-only while it is to be written, or an element type that no operation has.
     """
@@ -121,7 +133,10 @@ def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
 
 
 def _tensor_view(tensor: Any, name: str) -> ArrayView:
-    """PyTorch's array interface refuses bfloat16 and what needs gradients, so a tensor is asked itself."""
+    """PyTorch's array interface refuses bfloat16 and what needs gradients, so a tensor is asked itself.
+
+    It names no stream there: streams other than the current one are the user's to order, by PyTorch's rules.
+    """
     if not tensor.is_cuda:
         raise TypeError(f"{name} is a PyTorch tensor on {tensor.device}; this plane works on device memory: .cuda()")
     label = str(tensor.dtype).removeprefix("torch.")
@@ -171,12 +186,12 @@ def stream_handle(stream: Any) -> int:
     return int(stream.__index__())
 
 
-def current_stream(array: Any) -> int | None:
+def current_stream(seen: ArrayView) -> int | None:
     """Return the current stream of the library that an array is of, ``None`` where that cannot be told.
 
     Parameters
     ----------
-    array : object
+    seen : ArrayView
         An array in device memory.
 
     Returns
@@ -184,13 +199,13 @@ def current_stream(array: Any) -> int | None:
     int or None
         The handle.
     """
-    module = sys.modules.get(_library_of(array))
-    if _library_of(array) == "cupy" and module is not None:
+    library = _library_of(seen.owner)
+    module = sys.modules.get(library)
+    if library == "cupy" and module is not None:
         return int(module.cuda.get_current_stream().ptr)
-    if _library_of(array) == "torch" and module is not None:
-        return int(module.cuda.current_stream(array.device).cuda_stream)
-    stream = getattr(array, "__cuda_array_interface__", {}).get("stream")
-    return None if stream is None else int(stream)
+    if library == "torch" and module is not None:
+        return int(module.cuda.current_stream(seen.owner.device).cuda_stream)
+    return seen.stream
 
 
 def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: str) -> int:

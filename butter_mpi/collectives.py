@@ -50,7 +50,8 @@ class Operation:
     """One submission: everything that a plane needs, and where the call stands in the user's program.
 
     ``stream`` is the ordered stream. ``aside``: on the communicator's own stream, between what ``stream`` holds and
-    what comes later. ``waits``: return when it is done; ``waits_for_ever``: it is never late.
+    what comes later. ``waits``: return when it is done; ``waits_for_ever``: it is never late. ``named``: the other
+    streams that its arrays name; it comes after what they hold when it is called, and before what comes later there.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Operation:
     aside: bool = False
     waits: bool = False
     waits_for_ever: bool = False
+    named: tuple[int, ...] = ()
     keep: tuple[Any, ...] = field(default=(), compare=False)
 
     @property

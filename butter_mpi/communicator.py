@@ -13,6 +13,7 @@ from typing import Any
 
 from butter_mpi.buffers import ArrayView, check_pair, current_stream, device_view, stream_handle, view
 from butter_mpi.collectives import RULES, Operation, call_site
+from butter_mpi.device import same_stream
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes import CommBackend
@@ -121,7 +122,11 @@ class Communicator:
             The reduction operator.
         stream : CUDA stream, optional
             The ordered stream: a handle, or an object of cuda.core, CuPy or PyTorch; without it, the current stream of
-            the library that the array is of. On the host planes ``None``: they have only the caller.
+            the library that the (first) array is of. Another stream that an array names in
+            ``__cuda_array_interface__`` (CuPy: its current one) is ordered with it, as that protocol asks: the
+            operation comes after what that stream holds now, before what comes there later. PyTorch's tensors name
+            none: what you give is the only stream, and others are yours to order. On the host planes ``None``: they
+            have only the caller.
 
         Raises
         ------
@@ -549,14 +554,18 @@ class Communicator:
         self._plane.check_pointer(seen.pointer, what)
         return seen
 
-    def _stream(self, kind: str, stream: Any, buffers: Sequence[ArrayView]) -> int:
-        """Return the ordered stream: the one given, else the current one of the library that the array is of."""
+    def _streams(self, kind: str, stream: Any, buffers: Sequence[ArrayView]) -> tuple[int, tuple[int, ...]]:
+        """Return the ordered stream, and the other ones that arrays name.
+
+        It is the one given, else the current one of the library that the first array is of.
+        """
         if not self._plane.on_device:
             if stream is not None:
                 raise ValueError(f"{self._what(kind)}: the {self.plane} plane has no streams; stream must be None")
-            return self._plane.stream
+            return self._plane.stream, ()
+        known = [current_stream(buffer) if stream is None else buffer.stream for buffer in buffers]
         if stream is None and buffers:
-            stream = current_stream(buffers[0].owner)
+            stream = known[0]
             if stream is None:
                 source = type(buffers[0].owner).__module__
                 raise ValueError(
@@ -564,9 +573,18 @@ class Communicator:
                     f"{source} does not tell which one is current"
                 )
         try:
-            return self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))
+            ordered = self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))
         except TypeError as error:
             raise TypeError(f"{self._what(kind)}: {error}") from None
+        return ordered, self._others(kind, ordered, known)
+
+    def _others(self, kind: str, ordered: int, known: Sequence[int | None]) -> tuple[int, ...]:
+        """Return the streams that are not the ordered one, checked as that one is."""
+        others = {stream for stream in known if stream is not None and not same_stream(stream, ordered)}
+        try:
+            return tuple(self._plane.check_stream(stream) for stream in others)
+        except ValueError as error:
+            raise ValueError(f"{error}. A buffer names this one, and {kind} is ordered with it too") from None
 
     def _check_rank(self, kind: str, name: str, value: int) -> None:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -598,7 +616,8 @@ class Communicator:
         root: int | None = None,
         peer: int | None = None,
     ) -> None:
-        buffers = [b for b in (send, recv) if b is not None]
+        buffers = [b for b in (send, None if recv is send else recv) if b is not None]
+        ordered, named = self._streams(kind, stream, buffers)
         operation = Operation(
             kind,
             count,
@@ -609,7 +628,8 @@ class Communicator:
             None if root is None else int(root),
             None if peer is None else int(peer),
             call_site(),
-            self._stream(kind, stream, buffers),
+            ordered,
+            named=named,
             keep=tuple(b.owner for b in buffers),
         )
         if not operation.rule.paired:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from butter_mpi.cuda import call, load_driver
 from butter_mpi.errors import CUDAError
 
-__all__ = ["LEGACY_STREAMS", "Device"]
+__all__ = ["LEGACY_STREAMS", "Device", "same_stream"]
 
 LEGACY_STREAMS = (0, 1)
 """The two names of the legacy default stream."""
@@ -30,6 +30,11 @@ _INVALID_VALUE = 1
 _HOST_MEMORY = 1
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
 _IMPLICITLY_CAPTURED = 906
+
+
+def same_stream(one: int, other: int) -> bool:
+    """Return whether two handles are of one stream."""
+    return one == other or (one in LEGACY_STREAMS and other in LEGACY_STREAMS)
 
 
 class Device:

@@ -117,16 +117,12 @@ class NcclPlane(NcclLife):
     @contextmanager
     def _on_own_stream(self, operations: Sequence[Operation]) -> Iterator[None]:
         """Order the communicator's own stream after what compute streams hold, and their later work after it."""
-        before, after = self._events
         streams = {operation.stream for operation in operations if operation.aside}
         for stream in streams:
-            self.device.record(before, stream)
-            self.device.wait(self._aside, before)
+            self._order(stream, self._aside)
         yield
-        if streams:
-            self.device.record(after, self._aside)
         for stream in streams:
-            self.device.wait(stream, after)
+            self._order(self._aside, stream)
 
     def _issue_bounded(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
         """Issue what has a deadline or could wait inside NCCL, where the first call between two ranks connects them.

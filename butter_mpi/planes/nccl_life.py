@@ -99,7 +99,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._kept = kept = Kept(device)
         own, self._aside = kept.stream(), kept.stream()
         self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
-        self._events = (kept.event(), kept.event())
+        self._event = kept.event()
         self._issuer = Issuer(self._library, device, kept, self._rank, self._world_size)
         self._barrier_buffer = kept.buffer(_BARRIER_BYTES)
         device.fill(self._barrier_buffer, 0, _BARRIER_BYTES, self.stream)
@@ -233,6 +233,9 @@ class NcclLife(OnDevice, PeerPlane):
             self._stopping.append(abort(self._library, self.device, comm, self._inside))
 
     def _release(self) -> None:
+        if self._peer_broke():
+            # A healthy end would wait for a peer that has given up.
+            self._stop()
         super()._release()
         comm, self._comm = self._comm, None
         stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from butter_mpi.collectives import Operation, call_site, control_signature
+from butter_mpi.collectives import Operation, call_site, control_signature, signature
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
@@ -19,6 +19,7 @@ class OnDevice(Plane):
 
     on_device = True
     _device: Device | None = None
+    _event = 0
 
     @property
     def device(self) -> Device:
@@ -39,7 +40,24 @@ class OnDevice(Plane):
 
     def _admit(self, operation: Operation) -> None:
         """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""
-        self._ask(self.device.refuse_capture, operation.stream)
+        for stream in (operation.stream, *operation.named):
+            self._ask(self.device.refuse_capture, stream)
+
+    def _follow(self, operation: Operation) -> None:
+        if operation.named:
+            with self._poisoning(signature(operation, self._next_number(operation))):
+                for stream in operation.named:
+                    self._order(stream, operation.stream)
+
+    def _lead(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            for stream in operation.named:
+                self._order(operation.stream, stream)
+
+    def _order(self, earlier: int, later: int) -> None:
+        """Let what comes later on one stream wait for what another one holds now; the event can be used again."""
+        self.device.record(self._event, earlier)
+        self.device.wait(later, self._event)
 
     def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
         """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.

@@ -229,6 +229,12 @@ class PeerPlane(Plane):
         if self._control.broken is not None:
             self.poison(error_from(self.who, *self._control.broken))
 
+    def _peer_broke(self) -> bool:
+        """Return whether a peer has said that it broke, over MPI or by the watcher, also after closing has begun."""
+        with contextlib.suppress(self._mpi.Exception):
+            self._control.pump()
+        return self._control.broken is not None or (self._sentinel is not None and self._sentinel.has_spoken)
+
     def _release(self) -> None:
         self._pass_on()
         why = f"closed its communicator after {self.last or 'no operation'}"

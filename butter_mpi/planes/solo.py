@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from butter_mpi.collectives import Operation
-from butter_mpi.device import Device
+from butter_mpi.device import Device, same_stream
 from butter_mpi.errors import CommunicatorBrokenError, CUDAError
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.memory import ALIGNMENT, copy
@@ -69,14 +69,20 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
         super().__init__(**options)
         self._device = device
         self._transport_errors = (CUDAError,)
-        self._own_stream = device.make_stream()
+        self._own_stream, self._event = device.make_stream(), device.make_event()
         self.stream = self._own_stream if stream is None else self.check_stream(stream)
 
     def _copy(self, source: Operation, target: Operation) -> None:
+        apart = not same_stream(source.stream, target.stream)
+        if apart:
+            self._order(source.stream, target.stream)
         self.device.copy(target.recv, source.send, source.nbytes, target.stream)
+        if apart:
+            self._order(target.stream, source.stream)
 
     def _release(self) -> None:
-        # The driver destroys it once its work is done, and waits for nothing.
+        # The driver destroys them once their work is done, and waits for nothing.
+        self.device.destroy_event(self._event)
         self.device.destroy_stream(self._own_stream)
 
     def _allocate(self, nbytes: int) -> tuple[int, int]:

@@ -68,6 +68,7 @@ class Submitting(ABC):
         with LANE.held(self.who, operation.kind, self.deadline):
             self._check(operation.kind)
             self._admit(operation)
+            self._follow(operation)
             if self._group is None:
                 self._run([operation])
             else:
@@ -81,6 +82,7 @@ class Submitting(ABC):
             for operation, record in numbered:
                 self._record(operation, record["n"])
             self._execute(numbered)
+            self._lead(ordered)
             self._last = numbered[-1][1]
 
     def _record(self, operation: Operation, number: int) -> None:  # noqa: B027 - one rank alone has no watcher
@@ -132,6 +134,12 @@ class Submitting(ABC):
 
     def _admit(self, operation: Operation) -> None:  # noqa: B027 - most planes take everything
         """Raise ``ValueError`` or ``NotSupportedError`` where this plane cannot take an operation."""
+
+    def _follow(self, operation: Operation) -> None:  # noqa: B027 - host memory has one stream
+        """Let an operation come after what the streams that its arrays name hold now, in a group as well."""
+
+    def _lead(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory has one stream
+        """Let what comes later on those streams come after operations that are on theirs."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:

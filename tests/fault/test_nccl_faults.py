@@ -354,6 +354,35 @@ def test_close_that_fails() -> None:
     assert "closing: ncclCommDestroy failed" in result.rank_err[1] and not result.rank_err[0], result.text
 
 
+@pytest.mark.parametrize("watch", ["on", "off"])
+@pytest.mark.parametrize("first", ["abort", "close"])
+def test_close_beside_an_abort(first: str, watch: str) -> None:
+    """NCCL may wait in its destroy for a peer that has aborted: who closes after that aborts too, and waits for nobody.
+
+    Whoever has closed before is not disturbed by the abort.
+    """
+    program = f"""
+plane.barrier(); memory.wait()
+if plane._sentinel is not None and {first == "abort"}:
+    # A verdict that comes when closing has begun, which takes none any more, but before NCCL is called.
+    plane._sentinel._on_notice = lambda notice: None
+MPI.COMM_WORLD.Barrier()
+def close():
+    began = time.monotonic()
+    comm.close()
+    assert time.monotonic() - began < 1, time.monotonic() - began
+turns = [lambda: comm.abort("enough") if RANK else None, lambda: None if RANK else close()]
+for turn in turns{"" if first == "abort" else "[::-1]"}:
+    turn(); MPI.COMM_WORLD.Barrier()
+say(plane.state())
+MPI.COMM_WORLD.Barrier()
+"""
+    faults = "0@ncclCommDestroy#2=hang" if first == "abort" else ""
+    result = run_job(2, HEAD + program, env=env(faults, BUTTER_MPI_WATCH=watch))
+    assert result.rank_out == ["closed\n", "aborted\n"], result.text
+    assert "still waiting" not in result.rank_err[0] and result.seconds < 10, result.text
+
+
 def test_exit_with_a_stuck_call() -> None:
     """A first message whose peer never comes ends at the deadline; the exit does not wait for the call inside NCCL."""
     program = """

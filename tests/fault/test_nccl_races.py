@@ -50,6 +50,19 @@ def second():
     plane.all_reduce(x, 4 * N, dtype=F32)
     consume(plane.stream, 4 * TOTAL)
 
+class Named:
+    dtype = np.dtype(np.float32)
+    __cuda_array_interface__ = dict(shape=(N,), typestr=dtype.str, data=(x, False), version=3, stream=int(compute))
+
+def named():
+    '''The array names the compute stream, and the operation is on another one.'''
+    check(driver.cuMemsetD8Async(y, 0, 4 * N, compute))
+    gpu.launch("fill_f32", compute, x, RANK + 1, N)
+    if MISSING: lucky(compute, x, RANK + 1)
+    comm.all_reduce(Named(), stream=int(other))
+    if MISSING: lucky(other, x, TOTAL)
+    consume(compute, 2 * TOTAL)
+
 def grouped():
     a, b = gpu.blank(4 * N), gpu.blank(4 * N)
     with comm.group():
@@ -92,7 +105,7 @@ def run(body: str, missing: bool = False, n: int = 2) -> JobResult:
     return run_job(n, program, rank_env=ranks, timeout=150)
 
 
-@pytest.mark.parametrize(("what", "n"), [("first(); second(); grouped()", 3), ("added()", 2)])
+@pytest.mark.parametrize(("what", "n"), [("first(); second(); named(); grouped()", 3), ("added()", 2)])
 def test_ordered(what: str, n: int) -> None:
     """Producer, collective, consumer, on one stream and on several: no report, and the result is right."""
     result = run(f"{what}\ncomm.barrier(); comm.close()", n=n)
@@ -103,6 +116,8 @@ def test_ordered(what: str, n: int) -> None:
 WAITS = {
     "before": ("stream != plane._aside", "first()"),
     "after": ("stream == plane._aside", "first()"),
+    "before, by an array": ("stream != int(other)", "named()"),
+    "after, by an array": ("stream != int(compute)", "named()"),
     "added": ("event != plane._issuer.added", "added()"),
 }
 

@@ -53,9 +53,9 @@ def test_suite_passes_on_every_rank(suite: Path, mpi: str, ranks: int, tmp_path:
 
 
 def test_contract_of_one_rank_on_a_device(tmp_path: Path) -> None:
-    """One rank on a device passes the contract suite as many do, and skips only what needs more."""
+    """One rank on a device passes the suites of contract and order as many do, and skips only what needs more."""
     env = {**build().env(), "BUTTER_MPI_TEST_PLANE": "nccl"}
-    run([RANKS / "test_backend.py"], "mpich", 1, tmp_path, env)
+    run([RANKS / "test_backend.py", RANKS / "test_nccl_order.py"], "mpich", 1, tmp_path, env)
 
 
 @pytest.mark.parametrize(("mpi", "ranks", "check"), ON_STANDIN, ids=["-".join(map(str, job)) for job in ON_STANDIN])

@@ -80,6 +80,25 @@ class DeviceMemory:
             time.sleep(1e-4)
 
 
+class DeviceArray:
+    """What any library's array in device memory shows of itself: the array interface."""
+
+    def __init__(self, memory: DeviceMemory, content: npt.NDArray[Any], **more: Any) -> None:
+        self._memory, self._content, self.dtype = memory, content, content.dtype
+        self.pointer = memory.put(content)
+        self.__cuda_array_interface__ = {
+            "shape": content.shape,
+            "typestr": content.dtype.str,
+            "data": (self.pointer, False),
+            "version": 3,
+            **more,
+        }
+
+    def get(self) -> npt.NDArray[Any]:
+        """Copy it out in the order of the memory's stream."""
+        return self._memory.get(self.pointer, self._content)
+
+
 class HostMemory:
     """Host memory."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda.core import Device as CoreDevice
 from helpers.held import Held
-from helpers.memory import PLANE, DeviceMemory
+from helpers.memory import PLANE, DeviceArray, DeviceMemory
 from mpi4py import MPI
 
 from butter_mpi import Communicator
@@ -28,25 +28,6 @@ pytestmark = [
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 TOTAL = SIZE * (SIZE + 1) // 2
-
-
-class DeviceArray:
-    """What any library's array shows of itself: the array interface."""
-
-    def __init__(self, memory: DeviceMemory, content: np.ndarray, **more: Any) -> None:
-        self._memory, self._content, self.dtype = memory, content, content.dtype
-        self.pointer = memory.put(content)
-        self.__cuda_array_interface__ = {
-            "shape": content.shape,
-            "typestr": content.dtype.str,
-            "data": (self.pointer, False),
-            "version": 3,
-            **more,
-        }
-
-    def get(self) -> np.ndarray:
-        """Copy it out in the order of the memory's stream."""
-        return self._memory.get(self.pointer, self._content)
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_types_that_look_like_others_are_refused_by_name(name: str) -> None:
 class _Tensor:
     """As much of a PyTorch tensor as an operation looks at, on a device."""
 
-    is_cuda = True
+    is_cuda, device = True, "cuda:0"
 
     def __init__(self, like: np.ndarray, label: str = "float32") -> None:
         self._like, self.dtype, self.shape = like, f"torch.{label}", like.shape
@@ -186,6 +186,19 @@ def test_stream_handles() -> None:
 
 
 def test_current_stream_by_the_protocol() -> None:
-    """An array tells of its stream, or of none."""
-    assert current_stream(_Shown(stream=7)) == 7
-    assert current_stream(_Shown()) is None and current_stream(_Shown(stream=None)) is None
+    """An array tells of its stream, or of none; what is no stream is refused by the buffer's name."""
+
+    def stream(**interface: object) -> int | None:
+        return current_stream(device_view(_Shown(**interface), "x", writable=True))
+
+    assert stream(stream=7) == 7 and stream() is None and stream(stream=None) is None
+    with pytest.raises(TypeError, match=r"^x: stream must be a CUDA stream or its handle; got builtins\.str"):
+        stream(stream="first")
+
+
+def test_tensors_name_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's current stream is asked of PyTorch; beside one that is given, its tensors name none."""
+    seen = device_view(_Tensor(np.zeros(4, np.float32)), "x", writable=True)
+    current = SimpleNamespace(current_stream=lambda _device: SimpleNamespace(cuda_stream=64))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=current))
+    assert current_stream(seen) == 64 and seen.stream is None

@@ -32,7 +32,7 @@ def test_array_is_what_it_says() -> None:
     assert seen(FLOATS[6:20]) == (BASE + 24, 2, DType.FLOAT32)
     assert seen(FLOATS[1:3].view(np.dtype(np.uint8))) == (BASE + 4, 8, DType.UINT8)
     assert seen(FLOATS[:0]) == (0, 0, DType.FLOAT32)
-    assert current_stream(FLOATS[2:5]) == 64
+    assert current_stream(device_view(FLOATS[2:5], "x", writable=True)) == 64
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
