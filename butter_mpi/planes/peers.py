@@ -72,7 +72,7 @@ class PeerPlane(Plane):
     ) -> None:
         self._control, self._data, self._reserve = comms
         self._sentinel, self._on_verdict = sentinel, on_verdict
-        self._untold = False
+        self._untold = self._verdict_heard = False
         self._mpi, self._start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._transport_errors = (mpi.Exception,)
@@ -96,6 +96,7 @@ class PeerPlane(Plane):
 
     def _hear(self, notice: Mapping[str, Any]) -> None:
         """Take a verdict, in the thread that listens: it calls no MPI, and waits for nothing."""
+        self._verdict_heard = True
         flight = self._flight
         here = {} if flight is None else {"n": flight["n"], "operation": flight["kind"], "phase": "collective"}
         facts = {"phase": "idle", **{name: value for name, value in notice.items() if value or name == "lost"}, **here}
@@ -230,10 +231,10 @@ class PeerPlane(Plane):
             self.poison(error_from(self.who, *self._control.broken))
 
     def _peer_broke(self) -> bool:
-        """Return whether a peer has said that it broke, over MPI or by the watcher, also after closing has begun."""
+        """Return whether something is known to have broken, over MPI or by the watcher, also since closing began."""
         with contextlib.suppress(self._mpi.Exception):
             self._control.pump()
-        return self._control.broken is not None or (self._sentinel is not None and self._sentinel.has_spoken)
+        return self._verdict_heard or self._control.broken is not None
 
     def _release(self) -> None:
         self._pass_on()
@@ -293,6 +294,7 @@ class PeerPlane(Plane):
         self.sequence = max(sequence for sequence, _ in numbers)
         self._pairs.clear()
         self._pairs_from = max(pair for _, pair in numbers)
+        self._verdict_heard = False
         if self._sentinel is not None:
             self._sentinel.resume(self.sequence, self._pairs_from)
 

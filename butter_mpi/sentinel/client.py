@@ -242,11 +242,6 @@ class Sentinel:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._starter.wait(_SPAWN_SECONDS)
 
-    @property
-    def has_spoken(self) -> bool:
-        """Whether the watcher has said that something broke, since the start or the last reconnect."""
-        return self._notice is not None
-
     def look_at_start(self) -> None:
         """Raise what the watcher has said, while there is no plane yet that could."""
         notice = self._notices.get(self._epoch)

@@ -363,11 +363,19 @@ def test_close_beside_an_abort(first: str, watch: str) -> None:
     """
     program = f"""
 plane.barrier(); memory.wait()
-if plane._sentinel is not None and {first == "abort"}:
-    # A verdict that comes when closing has begun, which takes none any more, but before NCCL is called.
-    plane._sentinel._on_notice = lambda notice: None
+heard, hear = threading.Event(), plane._hear
+def closing(notice):
+    '''Hear a verdict as one that comes when closing has begun, but before NCCL is called.'''
+    plane.health.closed = "closing"
+    hear(notice)
+    plane.health.closed = ""
+    heard.set()
+if plane._sentinel is None or {first == "close"}: heard.set()
+elif RANK == 0: plane._sentinel._on_notice = closing
+else: plane._send_broken = lambda cause: None  # What goes over MPI comes later than that.
 MPI.COMM_WORLD.Barrier()
 def close():
+    assert heard.wait(10)
     began = time.monotonic()
     comm.close()
     assert time.monotonic() - began < 1, time.monotonic() - began
