@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
 from abc import ABC, abstractmethod
@@ -91,21 +92,29 @@ class Submitting(ABC):
     @contextmanager
     def _poisoning(self, record: dict[str, Any]) -> Iterator[None]:
         """Mark what is in flight, and poison this communicator with whatever ends the body."""
-        self._flight = record
+        self._flight, before = record, self.health.cause
         try:
             yield
         except CommunicatorBrokenError as error:
             self.poison(error)
+            self._raise_first(before, error)
             raise
         except self._transport_errors as error:
             cause = self._failed(record, error)
             self.poison(cause)
+            self._raise_first(before, cause)
             raise cause from error
         except BaseException as error:
             self.poison(self._interrupted(record, error))
             raise
         finally:
             self._flight = None
+
+    def _raise_first(self, before: CommunicatorBrokenError | None, error: CommunicatorBrokenError) -> None:
+        """Raise the first cause, where one that was told came before `error`: later operations raise that one too."""
+        first = self.health.cause
+        if before is None and first is not None and first.message != error.message:
+            raise copy.copy(first) from error
 
     @property
     def last(self) -> str:
