@@ -135,23 +135,25 @@ class NcclLife(OnDevice, PeerPlane):
                 # Every rank has been told, in the same words.
                 raise
             failed = self._start_failed(error, watch.elapsed)
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and failed is not error:
                 raise failed from error
             raise
 
     def _start_failed(self, error: BaseException, elapsed: float) -> StartError:
         """Return the error, after telling it to the other ranks: they wait for this one."""
         told = self._control.broken is not None
+        watched = isinstance(error, StartError) and error.phase == WATCHED
         if told and isinstance(error, StartError):
             return error
         hint = ". Look at NCCL's log (NCCL_DEBUG=INFO)" if isinstance(error, NCCLError) else ""
         said = error.message if isinstance(error, ButterError) else text_of(error)
-        watched = isinstance(error, StartError) and error.phase == WATCHED
         text = said if watched else f"{self.who}: start: {said}{hint}"
         phase = error.phase if isinstance(error, StartError) else "NCCL init"
         if not told:
             notice = {"error": "StartError", "text": text, "lost": [], "phase": phase}
             self._control.send(self._control.peers, "broken", notice)
+        if isinstance(error, StartError) and watched:
+            return error
         return StartError(text, phase=phase, elapsed=elapsed)
 
     def _verify(self, found: dict[str, Any], bound: Bound) -> None:

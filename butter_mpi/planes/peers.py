@@ -100,7 +100,7 @@ class PeerPlane(Plane):
         flight = self._flight
         here = {} if flight is None else {"n": flight["n"], "operation": flight["kind"], "phase": "collective"}
         facts = {"phase": "idle", **{name: value for name, value in notice.items() if value or name == "lost"}, **here}
-        cause = error_from(self.who, -1, {**facts, "here": True})
+        cause = error_from(self.who, notice.get("by", -1), facts)
         if not self.health.closed and self.health.poison(cause):
             self._untold = True
             self._stop_from_outside()

@@ -61,7 +61,7 @@ class Watcher:
         self._poll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         # By epoch: ranks that go on after a failure, which all survived, begin a new one, one after another.
-        self._verdicts: dict[int, Verdict] = {}
+        self._notices: dict[int, dict[str, Any]] = {}
         self._late, self._pairs = Late(), Pairs()
         self._suspect = 0
         self._due = 0.0
@@ -129,8 +129,8 @@ class Watcher:
         self._watch(sock.fileno(), lambda: self._hear(rank))
         if self._complete:
             self._tell("ready", pid=os.getpid())
-        for epoch, verdict in self._verdicts.items():
-            rank.tell("notice", notice=verdict.notice(), epoch=epoch)
+        for epoch, notice in self._notices.items():
+            rank.tell("notice", notice=notice, epoch=epoch)
         for other in self._ranks.values():
             if other.death is not None:
                 rank.tell("gone", rank=other.number, text=other.death.text)
@@ -216,14 +216,15 @@ class Watcher:
     def _judge(self, verdict: Verdict, epoch: int | None = None, said_by: Rank | None = None) -> None:
         """Keep the first verdict of an epoch, and say it to people, then to the ranks, then to the file."""
         epoch = self._epoch if epoch is None else epoch
-        if epoch in self._verdicts:
+        if epoch in self._notices:
             return
-        self._verdicts[epoch] = verdict
+        told = {} if said_by is None else {"by": said_by.number, "here": False}
+        self._notices[epoch] = notice = {**verdict.notice(), **told}
         source = "seen by the watcher" if said_by is None else f"told by rank {said_by.number}"
         self._cry(f"butter_mpi: {verdict.text} ({source})\n", said_by)
         for rank in self._ranks.values():
             if rank is not said_by and rank.lives:
-                rank.tell("notice", notice=verdict.notice(), epoch=epoch)
+                rank.tell("notice", notice=notice, epoch=epoch)
         self._write(verdict)
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
@@ -266,7 +267,7 @@ class Watcher:
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
         self._judge_stopped(living, states, passed if awake else 0.0)
         together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
-        if self._epoch not in self._verdicts and together and awake and self._complete:
+        if self._epoch not in self._notices and together and awake and self._complete:
             self._judge_submissions(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:

@@ -123,14 +123,17 @@ def test_deadline_names_the_step(scene: str) -> None:
     assert "StartTimeoutError" in text and f"'{step}'" in text, result.text
 
 
-def test_a_rank_that_dies_in_init() -> None:
-    """A rank that is killed inside NCCL's start, where nobody ends the job for it, is waited for up to the deadline."""
-    environment = env("1@ncclCommInitRankConfig=kill")
-    options = ["--enable-recovery"]
-    result = run_job(3, HEAD + "start(start_deadline=5)", mpi="openmpi", env=environment, options=options, timeout=40)
+@pytest.mark.parametrize(
+    ("watch", "deadline", "said"), [("on", 60, ("StartError", "rank 1/3 on ")), ("off", 5, ("StartTimeoutError",))]
+)
+def test_a_rank_that_dies_in_init(watch: str, deadline: int, said: tuple[str, ...]) -> None:
+    """A rank that is killed inside NCCL's start is named at once by the watcher; else others wait to the deadline."""
+    environment = env("1@ncclCommInitRankConfig=kill", BUTTER_MPI_WATCH=watch)
+    program = HEAD + f"start(start_deadline={deadline})"
+    result = run_job(3, program, mpi="openmpi", env=environment, options=["--enable-recovery"], timeout=40)
     assert result.seconds < 15, result.text
     for rank in (0, 2):
-        assert "StartTimeoutError" in result.rank_err[rank], result.text
+        assert all(text in result.rank_err[rank] for text in said), result.text
 
 
 WORKS = """
