@@ -128,7 +128,7 @@ def test_deadline_names_the_step(scene: str) -> None:
 )
 def test_a_rank_that_dies_in_init(watch: str, deadline: int, said: tuple[str, ...]) -> None:
     """A rank that is killed inside NCCL's start is named at once by the watcher; else others wait to the deadline."""
-    environment = env("1@ncclCommInitRankConfig=kill", BUTTER_MPI_WATCH=watch)
+    environment = {**env("1@ncclCommInitRankConfig=kill"), "BUTTER_MPI_WATCH": watch}
     program = HEAD + f"start(start_deadline={deadline})"
     result = run_job(3, program, mpi="openmpi", env=environment, options=["--enable-recovery"], timeout=40)
     assert result.seconds < 15, result.text
