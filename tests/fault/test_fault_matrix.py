@@ -210,7 +210,7 @@ def test_committed_page_is_of_this_table() -> None:
     """The page under docs has the dangerous cells and every scene, and no cell that the table does not know."""
     text = (ROOT / "docs" / "fault_matrix.md").read_text()
     rows = re.findall(
-        r"^\| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (?:passed|over its bound|wrong|no survivors) \|", text, re.M
+        r"^\| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (?:passed|over its bound|wrong|no survivors|not run) \|", text, re.M
     )
     found = {Cell(*one) for one in rows}
     assert found <= set(ALL) and set(choosing.dangerous()) <= found
@@ -233,6 +233,18 @@ def test_cell_without_a_watcher_does_not_pass() -> None:
     with Runner() as runner:
         outcome = judge(KILL, [runner.cell(KILL, BUTTER_MPI_WATCH="off")])
     assert outcome.status not in (PASSED, NONE), outcome
+
+
+def test_launcher_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cell whose launcher is not on this machine was not run, and says what is missing; never passed."""
+    monkeypatch.setenv("BUTTER_MPI_TEST_OPENMPI", "/nowhere")
+    monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "")
+    main(["--cell", KILL.name])
+    out = capsys.readouterr().out
+    assert out.startswith(f"not run         {KILL.name} ") and "no bin/mpirun in the environment /nowhere" in out, out
+    monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "openmpi")
+    with pytest.raises(pytest.fail.Exception, match="is required"):
+        main(["--cell", KILL.name])
 
 
 def test_unknown_cell_is_refused() -> None:

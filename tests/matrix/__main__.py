@@ -12,9 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import pytest
+from helpers.job import JobFailure
+
 from matrix import reporting
 from matrix.choosing import for_ci, selection
-from matrix.judging import NONE, PASSED, Outcome, judge, judge_calm
+from matrix.judging import NONE, NOT_RUN, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner
 from matrix.table import CALM, HOST, NCCL, Cell, every_cell
 
@@ -65,19 +68,28 @@ class _Run:
 
     def cell(self, cell: Cell) -> None:
         """Run a cell."""
-        outcome = judge(cell, [self._runner.cell(cell) for _ in range(self._repeat)])
-        self.cells[cell] = outcome
-        self._say(cell.name, outcome)
+        runs = [partial(self._runner.cell, cell)] * self._repeat
+        self.cells[cell] = self._outcome(cell.name, lambda: judge(cell, [run() for run in runs]))
 
     def scene(self, scene: tuple[str, str, str]) -> None:
         """Run a scene that must end well."""
-        outcome = judge_calm(self._runner.calm(*scene, full=self._full))
-        self.calm[".".join(scene)] = outcome
-        self._say(".".join(scene), outcome)
+        name = ".".join(scene)
+        self.calm[name] = self._outcome(name, lambda: judge_calm(self._runner.calm(*scene, full=self._full)))
 
-    def _say(self, name: str, outcome: Outcome) -> None:
+    def _outcome(self, name: str, run: Callable[[], Outcome]) -> Outcome:
+        """Return the outcome, and say it; a job that does not start is wrong, one that cannot be started here not run.
+
+        What ``BUTTER_MPI_TEST_REQUIRE`` names must be there: without it this raises, as in the tests.
+        """
+        try:
+            outcome = run()
+        except JobFailure as failure:
+            outcome = Outcome(WRONG, [str(failure)])
+        except pytest.skip.Exception as missing:
+            outcome = Outcome(NOT_RUN, [str(missing)])
         self.load.append(os.getloadavg()[0])
         print(reporting.line(name, outcome), flush=True)
+        return outcome
 
 
 def _together(tasks: Sequence[Callable[[], None]]) -> None:
@@ -106,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if scene not in together:
                 run.scene(scene)
     ordered = {cell: run.cells[cell] for cell in cells}
-    bad = [one for one in [*ordered.values(), *run.calm.values()] if one.status not in (PASSED, NONE)]
+    bad = [one for one in [*ordered.values(), *run.calm.values()] if one.status not in (PASSED, NONE, NOT_RUN)]
     print(f"{len(ordered)} cells, {len(run.calm)} scenes, {len(bad)} of them bad, {time.monotonic() - begin:.0f} s")
     if not chosen.cell:
         what = "every dangerous pair, and " + ("of the others what fits" if chosen.ci else "every other pair of values")

@@ -22,9 +22,9 @@ from matrix.table import (
     errors,
 )
 
-PASSED, OVER, WRONG, NONE = "passed", "over its bound", "wrong", "no survivors"
+PASSED, OVER, WRONG, NONE, NOT_RUN = "passed", "over its bound", "wrong", "no survivors", "not run"
 MEASURED = ("poisoned", "returned", "raised", "ended")
-_WORST_FIRST = (WRONG, OVER, NONE, PASSED)
+_WORST_FIRST = (WRONG, OVER, NOT_RUN, NONE, PASSED)
 _BY_LAUNCHER = re.compile(r"was killed by SIG(KILL|TERM)|ended with exit status (137|143)\b")
 _SITE = re.compile(r"scene\.py:\d+")
 _NAMED = re.compile(rf"\branks? {VICTIM}\b")

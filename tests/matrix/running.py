@@ -91,9 +91,14 @@ class Runner:
         limit = _ENDING_LIMIT if cell.phase in ENDING else _LIMIT + (COLLECTIVE_DEADLINE if cell.kind == "late" else 0)
         with self._job(cell.launcher, program, _environment(cell.plane, faults) | more, limit) as (job, file):
             ends = _Ends(job)
-            ends.wait_for([rank for rank in range(RANKS) if rank != VICTIM], limit)
+            survivors = {rank for rank in range(RANKS) if rank != VICTIM}
+            ends.wait_for(survivors, limit)
+            hang = survivors - ends.found.keys()
             _let_go(job, ends, cell)
-            return _seen(job, ends, file)
+            seen = _seen(job, ends, file)
+        # Their end, if it came when the tool ended the victim, is none of theirs.
+        seen.ends = {rank: end for rank, end in seen.ends.items() if rank not in hang}
+        return seen
 
     def calm(self, name: str, plane: str, launcher: str, *, full: bool) -> Seen:
         """Run a scene that must end well."""
