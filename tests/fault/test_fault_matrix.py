@@ -1,0 +1,253 @@
+"""The tool of the fault matrix: its selection covers, its judge is just, its page says what was run."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import choosing, reporting
+from matrix.__main__ import main, scenes
+from matrix.judging import NONE, OVER, PASSED, WRONG, Outcome, judge, judge_calm
+from matrix.running import Runner, Seen
+from matrix.table import CALM, ENDING, FAULTS, LAUNCHERS, PHASES, PLANES, RANKS, Cell, every_cell, fits
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = list(every_cell())
+
+
+def test_selection_covers_every_pair() -> None:
+    """Two values that go together in any cell are together in a chosen one."""
+    tables = (FAULTS, PHASES, PLANES, LAUNCHERS)
+    chosen = [(cell.fault, cell.phase, cell.plane, cell.launcher) for cell in choosing.selection()]
+    possible = [values for values in itertools.product(*tables) if fits(FAULTS[values[0]], values[1], values[2])]
+    for first, second in itertools.combinations(range(len(tables)), 2):
+        wanted = {(values[first], values[second]) for values in possible}
+        assert wanted == {(values[first], values[second]) for values in chosen}
+
+
+@pytest.mark.parametrize("choose", [choosing.selection, choosing.for_ci])
+def test_dangerous_pairs_are_there_in_full(choose: Callable[[], list[Cell]]) -> None:
+    """SIGKILL and SIGSTOP are run in every phase on both planes, also in CI; nothing is chosen twice."""
+    chosen = choose()
+    found = {(cell.fault, cell.phase, cell.plane) for cell in chosen}
+    only_nccl = {"unique-id", "nccl-init", "python", "foreign"}
+    for fault, phase in itertools.product(("kill", "stop"), PHASES):
+        assert (fault, phase, "nccl") in found
+        assert ((fault, phase, "host") in found) == (phase not in only_nccl)
+    assert len(set(chosen)) == len(chosen) and chosen == choose()
+
+
+def test_ci_fits_and_has_every_fault_phase_and_launcher() -> None:
+    """The part for CI keeps its time, is a part of the whole, and leaves out no fault, phase or launcher altogether."""
+    chosen = choosing.for_ci()
+    assert choosing.cost(chosen) <= choosing.CI_SECONDS
+    assert set(chosen) <= set(choosing.selection())
+    for name, table in (("fault", FAULTS), ("phase", PHASES), ("launcher", LAUNCHERS)):
+        assert {getattr(cell, name) for cell in chosen} == set(table)
+
+
+# -- the judge ---------------------------------------------------------------------------------------------------------
+
+KILL = Cell("kill", "wait", "host", "openmpi-ulfm")
+MISMATCH = Cell("other-count", "foreign", "nccl", "mpich")
+LATE = Cell("late", "wait", "host", "mpich")
+VERDICT = "rank 1/3 on n (process 7) was killed by SIGKILL"
+SITES = "CollectiveMismatchError at matrix/scene.py:1 and at matrix/scene.py:2, rank 1"
+
+
+def seen(cell: Cell, after: float = 0.01, **facts: Any) -> Seen:
+    """Return what is seen of a cell that goes well; ``after`` are the seconds until ranks learn of it."""
+    late, text = cell.kind == "late", SITES if cell.kind == "mismatch" else VERDICT
+    error = {"mismatch": "CollectiveMismatchError", "late": "CollectiveTimeoutError"}.get(cell.kind, "PeerLostError")
+    raised = {"what": "raised", "error": error, "lost": [1] if cell.blames else [], "text": text, "records": 3, **facts}
+    said: dict[int, list[dict[str, Any]]] = {rank: [{"what": "ready", "t": 100.0}] for rank in range(RANKS)}
+    said[1].append({"what": "fault", "t": 100.0, "watcher": 1})
+    for rank in cell.judged:
+        said[rank] += [{"what": "warned", "t": 105.1, "text": "for rank 1"}] if late else []
+        said[rank] += [{"what": what, "t": 100 + after} for what in ("poisoned", "returned")]
+        said[rank].append({"t": 100 + after + 0.001, **raised})
+    ends = dict.fromkeys(range(RANKS), (100 + after + 0.5, "ended with exit status 1"))
+    return Seen(said, ends, f"butter_mpi: {text}\n", [{"text": text}], "", 1)
+
+
+@pytest.mark.parametrize(
+    ("cell", "after", "status"),
+    [
+        (KILL, 0.01, PASSED),
+        (KILL, 0.28, OVER),  # the exception is in time, the poisoning is not
+        (KILL, 0.4, OVER),
+        (replace(KILL, phase="foreign", plane="nccl"), 1.6, OVER),
+        (Cell("stop", "wait", "host", "mpich"), 4.9, PASSED),
+        (Cell("stop", "wait", "host", "mpich"), 5.1, OVER),
+        (MISMATCH, 1.9, PASSED),
+        (MISMATCH, 2.1, OVER),
+        (LATE, 10.5, PASSED),
+        (LATE, 9.5, OVER),
+        (LATE, 11.5, OVER),
+        (Cell("kill", "join", "host", "mpich"), 7.9, WRONG),  # no start may end in PeerLostError
+    ],
+)
+def test_judge_by_time(cell: Cell, after: float, status: str) -> None:
+    """Each kind of fault has its bound, and late is early too."""
+    assert judge(cell, [seen(cell, after)]).status == status
+
+
+def test_judge_takes_the_median_of_all_runs() -> None:
+    """One slow poisoning among several is no fault, if the exceptions were in time."""
+    runs = [seen(KILL, after) for after in (0.01, 0.02, 0.26)]
+    outcome = judge(KILL, runs)
+    assert outcome.status == PASSED and max(outcome.ms["poisoned"]) == pytest.approx(260)
+
+
+def _by_launcher(one: Seen, ranks: tuple[int, ...]) -> None:
+    for rank in ranks:
+        one.said[rank] = one.said[rank][:1]
+        one.ends[rank] = (100.01, "was killed by SIGKILL")
+
+
+def _hangs(one: Seen) -> None:
+    one.said[0].pop()
+    del one.ends[0]
+
+
+def _no_warning(one: Seen) -> None:
+    one.said[2] = [said for said in one.said[2] if said["what"] != "warned"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "change", "status", "why"),
+    [
+        (KILL, lambda one: _by_launcher(one, (0, 2)), NONE, "the launcher ended every rank first"),
+        (KILL, lambda one: _by_launcher(one, (0,)), PASSED, ""),
+        (KILL, _hangs, WRONG, "rank 0 hangs"),
+        (KILL, lambda one: one.said[1].pop(), WRONG, "the fault did not happen"),
+        (KILL, lambda one: one.verdicts.clear(), WRONG, "no verdict in the file"),
+        (KILL, lambda one: setattr(one, "err", "rank 1"), WRONG, "no verdict on stderr"),
+        (KILL, lambda one: setattr(one, "left", "the job left behind: /tmp/x"), WRONG, "left behind"),
+        (KILL, lambda one: setattr(one, "err", one.err + "Fatal Python error: Aborted"), WRONG, "a process crashed"),
+        (KILL, lambda one: one.ends.update({0: (100.1, "was killed by SIGSEGV")}) or one.said[0].pop(), WRONG, "SEGV"),
+        (LATE, _no_warning, OVER, "rank 2: warned never"),
+    ],
+)
+def test_judge_by_what_was_seen(cell: Cell, change: Callable[[Seen], object], status: str, why: str) -> None:
+    """A hang, a crash, a missing verdict, leavings, or no survivors is never a pass."""
+    one = seen(cell, 10.5 if cell is LATE else 0.01)
+    change(one)
+    outcome = judge(cell, [one])
+    assert outcome.status == status and why in "\n".join(outcome.why), outcome
+
+
+def test_judge_without_survivors_needs_the_verdict() -> None:
+    """Where the launcher was first and nothing names the rank, the cell is wrong."""
+    one = seen(KILL)
+    _by_launcher(one, (0, 2))
+    one.err = ""
+    assert judge(KILL, [one]).status == WRONG
+
+
+@pytest.mark.parametrize(
+    ("cell", "facts", "why"),
+    [
+        (KILL, {"error": "CollectiveTimeoutError"}, "CollectiveTimeoutError instead of PeerLostError"),
+        (KILL, {"lost": [2]}, "lost_ranks [2]"),
+        (KILL, {"text": "somebody died"}, "the rank is not named"),
+        (MISMATCH, {"text": "at matrix/scene.py:1, rank 1"}, "both call sites are not named"),
+        (MISMATCH, {"records": 1}, "1 records"),
+        (Cell("watcher-kill", "idle", "host", "mpich"), {}, "the watcher is not named"),
+    ],
+)
+def test_judge_by_what_was_raised(cell: Cell, facts: dict[str, Any], why: str) -> None:
+    """Another error, or one that names nobody, is wrong however soon it comes."""
+    outcome = judge(cell, [seen(cell, **facts)])
+    assert outcome.status == WRONG and why in "\n".join(outcome.why), outcome
+
+
+@pytest.mark.parametrize("phase", ENDING)
+def test_judge_of_an_ending(phase: str) -> None:
+    """Of ranks that have closed is asked that they end, in time."""
+    cell = replace(KILL, phase=phase)
+    assert judge(cell, [seen(cell)]).status == PASSED
+    assert judge(cell, [seen(cell, 5.0)]).status == OVER
+    hanging = seen(cell)
+    del hanging.ends[2]
+    assert judge(cell, [hanging]).status == WRONG
+
+
+def test_judge_of_scenes_that_must_end_well() -> None:
+    """A verdict, a status other than 0 and a rank that says nothing are each a false alarm."""
+    well: dict[str, Any] = {"what": "well", "t": 1.0, "rounds": 1}
+    ends = dict.fromkeys(range(RANKS), (2.0, "ended with exit status 0"))
+    good = Seen({rank: [well] for rank in range(RANKS)}, ends, rc=0)
+    assert judge_calm(good).status == PASSED
+    silent = replace(good, said={**good.said, 2: []})
+    for bad in (replace(good, rc=1), replace(good, verdicts=[{"text": VERDICT}]), silent, replace(good, left="x")):
+        assert judge_calm(bad).status == WRONG
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_page_says_what_was_run_and_what_was_not() -> None:
+    """The page counts every status apart, gives reasons, and says that no GPU cell was run."""
+    cells = {KILL: judge(KILL, [seen(KILL)]), LATE: Outcome(NONE, ["why"]), MISMATCH: Outcome(WRONG, ["rank 0 hangs"])}
+    text = reporting.page(cells, {}, what="a part", load=[1.0, 2.0], date=datetime.date(2026, 1, 2))
+    assert "Cells: 3: 1 passed, 1 no survivors, 1 wrong." in text
+    assert "a real GPU (P2P, NET/Socket): not run" in text
+    assert "* `other-count.foreign.nccl.mpich`, wrong: rank 0 hangs" in text
+    assert (
+        "| kill | wait | host | openmpi-ulfm | passed | 10 / 10 | 10 / 10 | 11 / 11 | 0: PeerLostError at 11 ms; "
+        in text
+    )
+
+
+def test_committed_page_is_of_this_table() -> None:
+    """The page under docs has the dangerous cells and every scene, and no cell that the table does not know."""
+    text = (ROOT / "docs" / "fault_matrix.md").read_text()
+    rows = re.findall(
+        r"^\| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (?:passed|over its bound|wrong|no survivors|not run) \|", text, re.M
+    )
+    found = {Cell(*one) for one in rows}
+    assert found <= set(ALL) and set(choosing.dangerous()) <= found
+    for scene in scenes():
+        assert f"| {'.'.join(scene)} | {CALM[scene[0]].text} |" in text
+
+
+# -- real jobs ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cell runs, is judged and told in a line, and its status is that of the tool."""
+    assert main(["--cell", "other-count.foreign.nccl.mpich"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("passed          other-count.foreign.nccl.mpich ") and "returned " in out, out
+
+
+def test_cell_without_a_watcher_does_not_pass() -> None:
+    """Where nobody watches, a killed rank is found late, or not by name: the tool must see that."""
+    with Runner() as runner:
+        outcome = judge(KILL, [runner.cell(KILL, BUTTER_MPI_WATCH="off")])
+    assert outcome.status not in (PASSED, NONE), outcome
+
+
+def test_launcher_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cell whose launcher is not on this machine was not run, and says what is missing; never passed."""
+    monkeypatch.setenv("BUTTER_MPI_TEST_OPENMPI", "/nowhere")
+    monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "")
+    main(["--cell", KILL.name])
+    out = capsys.readouterr().out
+    assert out.startswith(f"not run         {KILL.name} ") and "no bin/mpirun in the environment /nowhere" in out, out
+    monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "openmpi")
+    with pytest.raises(pytest.fail.Exception, match="is required"):
+        main(["--cell", KILL.name])
+
+
+def test_unknown_cell_is_refused() -> None:
+    """A name that is none says how names are made."""
+    with pytest.raises(SystemExit, match=r"no cell kill\.wait; a name is FAULT\.PHASE\.PLANE\.LAUNCHER"):
+        main(["--cell", "kill.wait"])

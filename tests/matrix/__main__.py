@@ -1,0 +1,132 @@
+"""The tool: ``python -m matrix``; ``./launch/fault-matrix`` starts it in the environments that it needs."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.job import JobFailure
+
+from matrix import reporting
+from matrix.choosing import for_ci, selection
+from matrix.judging import NONE, NOT_RUN, PASSED, WRONG, Outcome, judge, judge_calm
+from matrix.running import Runner
+from matrix.table import CALM, HOST, NCCL, Cell, every_cell
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "fault_matrix.md"
+_AT_A_TIME = 2
+
+
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="fault-matrix", description="Run the fault matrix and judge it.")
+    parser.add_argument("--ci", action="store_true", help="the part that fits in ten minutes on two cores")
+    parser.add_argument(
+        "--cell", action="append", default=[], metavar="NAME", help="only this cell or scene; repeatable"
+    )
+    parser.add_argument("--list", action="store_true", help="name the cells and scenes of the selection, run nothing")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each cell N times")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="where the page goes (not with --cell)")
+    return parser.parse_args(words)
+
+
+def scenes() -> list[tuple[str, str, str]]:
+    """Return the scenes that must end well: name, plane, launcher."""
+    launchers = {HOST: "mpich", NCCL: "openmpi"}
+    return [(calm.name, plane, launchers[plane]) for calm in CALM.values() for plane in calm.planes]
+
+
+def _wanted(chosen: argparse.Namespace) -> tuple[list[Cell], list[tuple[str, str, str]]]:
+    """Return the cells and scenes to run."""
+    if not chosen.cell:
+        return (for_ci() if chosen.ci else selection()), scenes()
+    cells = {cell.name: cell for cell in every_cell()}
+    calm = {".".join(scene): scene for scene in scenes()}
+    unknown = [name for name in chosen.cell if name not in cells and name not in calm]
+    if unknown:
+        raise SystemExit(
+            f"fault-matrix: no cell {', '.join(unknown)}; a name is FAULT.PHASE.PLANE.LAUNCHER, see --list"
+        )
+    return [cells[n] for n in chosen.cell if n in cells], [calm[n] for n in chosen.cell if n in calm]
+
+
+class _Run:
+    """Runs what is wanted, and keeps the outcomes."""
+
+    def __init__(self, runner: Runner, repeat: int, full: bool) -> None:
+        self._runner, self._repeat, self._full = runner, repeat, full
+        self.cells: dict[Cell, Outcome] = {}
+        self.calm: dict[str, Outcome] = {}
+        self.load: list[float] = []
+
+    def cell(self, cell: Cell) -> None:
+        """Run a cell."""
+        runs = [partial(self._runner.cell, cell)] * self._repeat
+        self.cells[cell] = self._outcome(cell.name, lambda: judge(cell, [run() for run in runs]))
+
+    def scene(self, scene: tuple[str, str, str]) -> None:
+        """Run a scene that must end well."""
+        name = ".".join(scene)
+        self.calm[name] = self._outcome(name, lambda: judge_calm(self._runner.calm(*scene, full=self._full)))
+
+    def _outcome(self, name: str, run: Callable[[], Outcome]) -> Outcome:
+        """Return the outcome, and say it; a job that does not start is wrong, one that cannot be started here not run.
+
+        What ``BUTTER_MPI_TEST_REQUIRE`` names must be there: without it this raises, as in the tests.
+        """
+        try:
+            outcome = run()
+        except JobFailure as failure:
+            outcome = Outcome(WRONG, [str(failure)])
+        except pytest.skip.Exception as missing:
+            outcome = Outcome(NOT_RUN, [str(missing)])
+        self.load.append(os.getloadavg()[0])
+        print(reporting.line(name, outcome), flush=True)
+        return outcome
+
+
+def _together(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run what waits most of its time, two at a time."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        for done in [pool.submit(task) for task in tasks]:
+            done.result()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit status."""
+    chosen = _arguments(words)
+    cells, calm = _wanted(chosen)
+    if chosen.list:
+        print("\n".join([*(cell.name for cell in cells), *(".".join(scene) for scene in calm)]))
+        return 0
+    begin = time.monotonic()
+    with Runner() as runner:
+        run = _Run(runner, chosen.repeat, full=not chosen.ci)
+        together = [scene for scene in calm if not CALM[scene[0]].alone]
+        for cell in [cell for cell in cells if not cell.slow]:
+            run.cell(cell)
+        slow = [partial(run.cell, cell) for cell in cells if cell.slow]
+        _together([*slow, *(partial(run.scene, scene) for scene in together)])
+        for scene in calm:
+            if scene not in together:
+                run.scene(scene)
+    ordered = {cell: run.cells[cell] for cell in cells}
+    bad = [one for one in [*ordered.values(), *run.calm.values()] if one.status not in (PASSED, NONE, NOT_RUN)]
+    print(f"{len(ordered)} cells, {len(run.calm)} scenes, {len(bad)} of them bad, {time.monotonic() - begin:.0f} s")
+    if not chosen.cell:
+        what = "every dangerous pair, and " + ("of the others what fits" if chosen.ci else "every other pair of values")
+        calm_in_order = {".".join(scene): run.calm[".".join(scene)] for scene in calm}
+        today = datetime.datetime.now(datetime.UTC).date()
+        chosen.page.write_text(reporting.page(ordered, calm_in_order, what=what, load=run.load, date=today))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Which cells are run: every pair of values that makes sense at least once, and the dangerous pairs in full."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from matrix.table import FAULTS, HOST, NCCL, PHASES, Cell, every_cell, fits
+
+Pair = tuple[tuple[int, str], tuple[int, str]]
+CI_SECONDS = 350.0
+"""What the cells of a --ci run may take by their estimates; false alarms and the environments come on top."""
+
+# Where survivors live on, and where they wait longest: MPICH starts quickest.
+_DANGEROUS = {"kill": "openmpi-ulfm", "stop": "mpich"}
+
+
+def pairs(cell: Cell) -> frozenset[Pair]:
+    """Return the pairs of values that a cell covers."""
+    values = enumerate((cell.fault, cell.phase, cell.plane, cell.launcher))
+    return frozenset(itertools.combinations(values, 2))
+
+
+def dangerous() -> list[Cell]:
+    """Return SIGKILL and SIGSTOP in every phase on both planes."""
+    return [
+        Cell(fault, phase, plane, launcher)
+        for fault, launcher in _DANGEROUS.items()
+        for phase in PHASES
+        for plane in (HOST, NCCL)
+        if fits(FAULTS[fault], phase, plane)
+    ]
+
+
+def covering(chosen: Sequence[Cell], candidates: Iterable[Cell]) -> list[Cell]:
+    """Return more cells, so that with the chosen ones every pair of the candidates is covered; greedy, repeatable."""
+    left = {cell: pairs(cell) for cell in candidates}
+    covered = frozenset[Pair]().union(*map(pairs, chosen))
+    found: list[Cell] = []
+    while True:
+        left = {cell: new for cell, those in left.items() if (new := those - covered)}
+        if not left:
+            return found
+        best = max(left, key=lambda cell: (len(left[cell]), -cell.seconds))
+        found.append(best)
+        covered |= pairs(best)
+
+
+def selection() -> list[Cell]:
+    """Return the cells of a full run."""
+    first = dangerous()
+    return [*first, *covering(first, every_cell())]
+
+
+def cost(cells: Iterable[Cell]) -> float:
+    """Return the seconds that cells take together: slow ones run two at a time."""
+    return sum(cell.seconds / 2 if cell.slow else cell.seconds for cell in cells)
+
+
+def for_ci() -> list[Cell]:
+    """Return what fits: the dangerous pairs in full, then of the covering set what covers most, as far as it goes."""
+    cells = dangerous()
+    for cell in selection()[len(cells) :]:
+        if cost([*cells, cell]) <= CI_SECONDS:
+            cells.append(cell)
+    return cells

@@ -1,0 +1,219 @@
+"""What a cell was worth: passed, over its bound, wrong, or without survivors; pure, from what was seen."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from matrix.running import Seen
+from matrix.table import (
+    ENDED_WITHIN,
+    ENDING,
+    LATE_AT,
+    RANKS,
+    START,
+    VICTIM,
+    WARNED_AT,
+    Cell,
+    bound,
+    errors,
+)
+
+PASSED, OVER, WRONG, NONE, NOT_RUN = "passed", "over its bound", "wrong", "no survivors", "not run"
+MEASURED = ("poisoned", "returned", "raised", "ended")
+_WORST_FIRST = (WRONG, OVER, NOT_RUN, NONE, PASSED)
+_BY_LAUNCHER = re.compile(r"was killed by SIG(KILL|TERM)|ended with exit status (137|143)\b")
+_SITE = re.compile(r"scene\.py:\d+")
+_NAMED = re.compile(rf"\branks? {VICTIM}\b")
+_SHOWN = 200
+_CRASH = re.compile(r"Fatal Python error|Segmentation fault|Sanitizer")
+
+
+@dataclass
+class Outcome:
+    """The outcome of a cell: a status, why, each rank in short, and milliseconds by what they were measured to."""
+
+    status: str = PASSED
+    why: list[str] = field(default_factory=list)
+    ranks: dict[int, str] = field(default_factory=dict)
+    ms: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in MEASURED})
+
+    def note(self, status: str, why: str) -> None:
+        """Make the outcome as bad as this."""
+        self.status = min(self.status, status, key=_WORST_FIRST.index)
+        self.why.append(why)
+
+
+def judge(cell: Cell, runs: Sequence[Seen]) -> Outcome:
+    """Return the outcome of all runs of a cell together."""
+    outcome = Outcome()
+    for seen in runs:
+        _Judge(cell, seen, outcome).run()
+    limit = bound(cell)
+    if cell.kind != "late" and outcome.ms["poisoned"]:
+        median = statistics.median(outcome.ms["poisoned"])
+        if median > limit.poisoned:
+            outcome.note(OVER, f"poisoned after {median:.0f} ms (median), {limit.poisoned:.0f} allowed")
+    return outcome
+
+
+class _Judge:
+    """Judges one run."""
+
+    def __init__(self, cell: Cell, seen: Seen, outcome: Outcome) -> None:
+        self._cell, self._seen, self._outcome = cell, seen, outcome
+        self._limit = bound(cell)
+        fault = seen.first(VICTIM, "fault")
+        self._fault = None if fault is None else float(fault["t"])
+
+    def run(self) -> None:
+        cell, seen, outcome = self._cell, self._seen, self._outcome
+        if self._fault is None:
+            outcome.note(WRONG, "the fault did not happen")
+            return
+        alive = [self._rank(rank) for rank in cell.judged]
+        if not any(alive):
+            outcome.note(NONE, "the launcher ended every rank first")
+        self._verdict()
+        if seen.left:
+            outcome.note(WRONG, seen.left)
+        if found := _CRASH.search(seen.err):
+            outcome.note(WRONG, f"a process crashed: {found[0]}")
+        for rank in range(RANKS):
+            if rank not in seen.ends and rank in cell.judged:
+                outcome.note(WRONG, f"rank {rank} hangs")
+
+    def _begin(self, rank: int) -> float:
+        """Return the time that a rank's milliseconds count from."""
+        if self._cell.kind == "late":
+            ready = self._seen.first(rank, "ready")
+            return float(ready["t"]) if ready else self._fault or 0.0
+        return self._fault or 0.0
+
+    def _since(self, rank: int, said: dict[str, Any] | None) -> float | None:
+        return None if said is None else (float(said["t"]) - self._begin(rank)) * 1000
+
+    def _rank(self, rank: int) -> bool:
+        """Judge one rank; returns whether it lived to say something."""
+        if self._cell.phase in ENDING:
+            return self._ended(rank)
+        seen, outcome = self._seen, self._outcome
+        poisoned = self._since(rank, seen.first(rank, "poisoned"))
+        if poisoned is not None:
+            outcome.ms["poisoned"].append(poisoned)
+        returned = self._since(rank, seen.first(rank, "returned"))
+        if returned is not None and poisoned is not None:
+            outcome.ms["returned"].append(returned)
+            self._within(rank, "the foreign wait returned", returned, self._limit.foreign)
+        raised = seen.first(rank, "raised")
+        if raised is None:
+            return self._silent(rank, poisoned)
+        after = self._since(rank, raised) or 0.0
+        if not (self._cell.kind == "late" and rank == VICTIM):
+            outcome.ms["raised"].append(after)
+        outcome.ranks[rank] = f"{raised['error']} at {after:.0f} ms"
+        self._error(rank, raised)
+        if self._cell.kind == "late" and rank != VICTIM:
+            self._late(rank, after)
+        elif self._cell.kind != "late":
+            self._within(rank, "raised", after, self._limit.of(self._cell.phase))
+        return True
+
+    def _silent(self, rank: int, poisoned: float | None) -> bool:
+        """Judge a rank that raised nothing."""
+        how = self._seen.ends.get(rank, (0.0, "hangs"))[1]
+        if _BY_LAUNCHER.search(how) and self._cell.kind != "late":
+            told = "" if poisoned is None else f"poisoned at {poisoned:.0f} ms, "
+            self._outcome.ranks[rank] = f"{told}ended by the launcher"
+            return False
+        self._outcome.ranks[rank] = f"no error: {how}"
+        self._outcome.note(WRONG, f"rank {rank} raised nothing: {how}")
+        return True
+
+    def _within(self, rank: int, what: str, found: float, allowed: float) -> None:
+        if found > allowed:
+            self._outcome.note(OVER, f"rank {rank}: {what} at {found:.0f} ms, {allowed:.0f} allowed")
+
+    def _error(self, rank: int, raised: dict[str, Any]) -> None:
+        """Judge what was raised: the class, who is named, and by what."""
+        cell, text, wrong = self._cell, raised["text"], []
+        if raised["error"] not in errors(cell):
+            wrong.append(f"{raised['error']} instead of {' or '.join(errors(cell))}")
+        if cell.phase not in START and cell.blames and raised["lost"] != [VICTIM]:
+            wrong.append(f"lost_ranks {raised['lost']}")
+        if cell.kind == "mismatch":
+            if len(set(_SITE.findall(text))) < 2:
+                wrong.append("both call sites are not named")
+            if raised["records"] < 2:
+                wrong.append(f"{raised['records']} records")
+        elif cell.kind in ("watcher", "watcher-frozen"):
+            if "watcher" not in text:
+                wrong.append("the watcher is not named")
+        elif cell.phase != "join" and not _NAMED.search(text):
+            wrong.append("the rank is not named")
+        if wrong:
+            self._outcome.note(WRONG, f"rank {rank}: {', '.join(wrong)}: {text.splitlines()[0][:_SHOWN]}")
+
+    def _late(self, rank: int, raised: float) -> None:
+        """Judge the warning and the deadline of a late rank."""
+        warned = self._since(rank, next((w for w in self._warnings(rank)), None))
+        for what, found, (low, high) in (("warned", warned, WARNED_AT), ("raised", raised, LATE_AT)):
+            if found is None or not low <= found <= high:
+                at = "never" if found is None else f"at {found:.0f} ms"
+                self._outcome.note(OVER, f"rank {rank}: {what} {at}, between {low} and {high} allowed")
+
+    def _warnings(self, rank: int) -> list[dict[str, Any]]:
+        said = self._seen.said.get(rank, [])
+        return [one for one in said if one["what"] == "warned" and _NAMED.search(one["text"])]
+
+    def _ended(self, rank: int) -> bool:
+        """Judge a rank that has closed, or is at its exit: it must end, and soon."""
+        if rank not in self._seen.ends:
+            self._outcome.ranks[rank] = "does not end"
+            return True
+        when, how = self._seen.ends[rank]
+        after = (when - self._begin(rank)) * 1000
+        self._outcome.ms["ended"].append(after)
+        by_launcher = _BY_LAUNCHER.search(how) is not None
+        shown = "ended by the launcher" if by_launcher else how.split(" without")[0]
+        self._outcome.ranks[rank] = f"{shown} at {after:.0f} ms"
+        self._within(rank, "ended", after, ENDED_WITHIN)
+        return not by_launcher
+
+    def _verdict(self) -> None:
+        """Judge what stands on stderr and in the file: always needed, and all there is without survivors."""
+        cell = self._cell
+        if cell.kind in ("watcher", "watcher-frozen"):
+            return
+        if cell.phase == "join" or (cell.phase in START and cell.kind == "told"):
+            # The watcher does not stand yet, or the ranks tell one another.
+            return
+        said = [line for line in self._seen.err.splitlines() if line.startswith("butter_mpi: ")]
+        needs = _SITE if cell.kind == "mismatch" else _NAMED
+        whole = self._seen.err if cell.kind == "mismatch" else "\n".join(said)
+        file = "\n".join(str(one["text"]) for one in self._seen.verdicts)
+        if not (said and needs.search(whole)):
+            self._outcome.note(WRONG, "no verdict on stderr")
+        if not needs.search(file):
+            self._outcome.note(WRONG, "no verdict in the file")
+
+
+def judge_calm(seen: Seen) -> Outcome:
+    """Return the outcome of a scene that must end well."""
+    outcome = Outcome()
+    for rank in range(RANKS):
+        well = seen.first(rank, "well")
+        how = seen.ends.get(rank, (0.0, "hangs"))[1]
+        outcome.ranks[rank] = "ended well" if well else how
+        if well is None:
+            outcome.note(WRONG, f"rank {rank} did not end well: {how}")
+    if seen.rc != 0:
+        outcome.note(WRONG, f"the job's status is {seen.rc}")
+    if seen.verdicts:
+        outcome.note(WRONG, f"false alarm: {seen.verdicts[0]['text'].splitlines()[0][:_SHOWN]}")
+    if seen.left:
+        outcome.note(WRONG, seen.left)
+    return outcome

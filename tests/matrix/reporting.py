@@ -1,0 +1,110 @@
+"""Writes the matrix down: a table for the terminal, a page for the documents."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from matrix.judging import PASSED, Outcome
+from matrix.table import CALM, FAULTS, LAUNCHERS, PHASES, Cell
+
+_HEAD = """\
+# The fault matrix
+
+Written by `./launch/fault-matrix`; do not edit it. Real jobs of three ranks, of which rank 1 is the victim of one fault
+each, and what the others learned after how many milliseconds.
+
+* What ran: {what}.
+* {date}, {machine}.
+* The nccl plane ran on the stand-ins of CUDA and NCCL (`tests/standin`); `nccl-strict` is `check="strict"`. **Cells on
+  a real GPU (P2P, NET/Socket): not run.**
+* *no survivors*: the launcher ended every rank before it could raise. The verdict was on stderr and in the verdict
+  file, but for the phase `join`, in which no watcher stands yet. It does not count as passed.
+
+{counts}
+"""
+
+_CELLS = """
+## Cells
+
+Milliseconds from the fault, where a rank is late from the begin of the wait: median / worst over ranks and repeats.
+
+"""
+
+
+def _ms(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.0f} / {max(values):.0f}" if values else ""
+
+
+def row(cell: Cell, outcome: Outcome) -> list[str]:
+    """Return what a table shows of a cell."""
+    ranks = "; ".join(f"{rank}: {text}" for rank, text in sorted(outcome.ranks.items()))
+    last = outcome.ms["ended"] or outcome.ms["raised"]
+    return [
+        cell.fault,
+        cell.phase,
+        cell.plane,
+        cell.launcher,
+        outcome.status,
+        _ms(outcome.ms["poisoned"]),
+        _ms(outcome.ms["returned"]),
+        _ms(last),
+        ranks,
+    ]
+
+
+COLUMNS = "fault|phase|plane|launcher|outcome|poisoned ms|foreign wait ms|raised or ended ms|ranks".split("|")
+
+
+def line(name: str, outcome: Outcome) -> str:
+    """Return one line for the terminal, with the reasons below it where it did not pass."""
+    ms = outcome.ms
+    times = ", ".join(f"{what} {_ms(values)}" for what, values in ms.items() if values)
+    reasons = "".join(f"\n    {why}" for why in outcome.why)
+    return f"{outcome.status:15} {name:50} {times}{reasons if outcome.status != PASSED else ''}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def _machine(load: Sequence[float]) -> str:
+    cores = len(os.sched_getaffinity(0))
+    loads = f"{min(load):.0f} to {max(load):.0f}"
+    system = f"Linux {platform.release().split('-')[0]} on {platform.machine()}"
+    return f"{cores} cores, {system}, no GPU; load average during the run {loads}"
+
+
+def page(
+    cells: dict[Cell, Outcome], calm: dict[str, Outcome], *, what: str, load: Sequence[float], date: datetime.date
+) -> str:
+    """Return the page."""
+    counted = Counter(outcome.status for outcome in cells.values())
+    counts = (
+        f"Cells: {len(cells)}: " + ", ".join(f"{number} {status}" for status, number in counted.most_common()) + "."
+    )
+    text = _HEAD.format(what=what, date=date.isoformat(), machine=_machine(load), counts=counts)
+    text += _CELLS
+    text += _table(COLUMNS, [row(cell, outcome) for cell, outcome in cells.items()])
+    bad = [(cell.name, outcome) for cell, outcome in cells.items() if outcome.status != PASSED]
+    bad += [(name, outcome) for name, outcome in calm.items() if outcome.status != PASSED]
+    if bad:
+        text += "\n## What did not pass\n\n"
+        text += "".join(f"* `{name}`, {one.status}: {_reason(one)}\n" for name, one in bad)
+    text += "\n## False alarms\n\nScenes that must end well.\n\n"
+    rows = [[name, CALM[name.split(".")[0]].text, outcome.status] for name, outcome in calm.items()]
+    text += _table(["scene", "what", "outcome"], rows)
+    text += "\n## Words\n\n"
+    text += _table(["fault", "meaning"], [[f.name, f.text] for f in FAULTS.values()]) + "\n"
+    text += _table(["phase", "meaning"], [[name, meaning] for name, meaning in PHASES.items()]) + "\n"
+    rows = [[one.name, " ".join(["srun" if one.slurm else "mpirun", *one.options])] for one in LAUNCHERS.values()]
+    return text + _table(["launcher", "options"], rows)
+
+
+def _reason(outcome: Outcome) -> str:
+    return "; ".join(dict.fromkeys(why.splitlines()[0] for why in outcome.why)).replace("|", "/")

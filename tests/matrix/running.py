@@ -1,0 +1,217 @@
+"""Runs one cell or one scene that must end well, and returns what was seen of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helpers.job import Job, JobFailure
+from helpers.mpirun import start_job
+from helpers.processes import FOLDER_PREFIX
+from helpers.slurm import Slurm, throw_away_slurm
+from helpers.standin import build
+
+from butter_mpi.sentinel.process import Process
+from matrix.lines import parse
+from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, RANKS, VICTIM, Cell
+
+HERE = Path(__file__).parent
+POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
+_LIMIT = 20.0
+"""Seconds after which a job hangs: its start, the longest bound, and the time in which ranks wait for one another."""
+_ENDING_LIMIT = 14.0
+_AFTER = 8.0
+"""Seconds that what is left of a job gets to end."""
+# What goes wrong inside the stand-ins: after the start's first operation and two of the scene; the first broadcast.
+_STANDIN_FAULTS = {
+    ("background", ""): "1@collective#4=6",
+    ("call", "unique-id"): "1@ncclCommInitRankConfig#1=3",
+    ("call", "nccl-init"): "1@ncclCommSplit#1=3",
+    ("call", "wait"): "1@ncclBroadcast#1=3",
+    ("call", ""): "1@ncclAllReduce#4=3",
+}
+
+
+@dataclass
+class Seen:
+    """What was seen of one job: what ranks said, how and when they ended, what stands on stderr and in the file."""
+
+    said: dict[int, list[dict[str, Any]]]
+    ends: dict[int, tuple[float, str]] = field(default_factory=dict)
+    err: str = ""
+    verdicts: list[dict[str, Any]] = field(default_factory=list)
+    left: str = ""
+    rc: int | None = None
+
+    def first(self, rank: int, what: str) -> dict[str, Any] | None:
+        """Return what a rank said first of a kind."""
+        return next((one for one in self.said.get(rank, []) if one["what"] == what), None)
+
+
+class Runner:
+    """Runs jobs; has one Slurm of one node for all of them."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._slurm: Slurm | None = None
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, launcher: str, program: list[str], env: Mapping[str, str], timeout: float) -> Job:
+        how = LAUNCHERS[launcher]
+        given: dict[str, Any] = {"mpi": how.mpi, "options": how.options, "env": env, "timeout": timeout}
+        if not how.slurm:
+            return start_job(RANKS, program, **given)
+        with self._lock:
+            if self._slurm is None:
+                self._slurm = self._stack.enter_context(throw_away_slurm(nodes=1, cpus=16))
+        return self._slurm.start_job(RANKS, program, **given)
+
+    def cell(self, cell: Cell, **more: str) -> Seen:
+        """Run a cell once; ``more`` are variables."""
+        faults = _STANDIN_FAULTS.get((cell.fault, cell.phase), _STANDIN_FAULTS.get((cell.fault, ""), ""))
+        program = [str(HERE / "scene.py"), cell.fault, cell.phase, cell.plane]
+        limit = _ENDING_LIMIT if cell.phase in ENDING else _LIMIT + (COLLECTIVE_DEADLINE if cell.kind == "late" else 0)
+        with self._job(cell.launcher, program, _environment(cell.plane, faults) | more, limit) as (job, file):
+            ends = _Ends(job)
+            survivors = {rank for rank in range(RANKS) if rank != VICTIM}
+            ends.wait_for(survivors, limit)
+            hang = survivors - ends.found.keys()
+            _let_go(job, ends, cell)
+            seen = _seen(job, ends, file)
+        # Their end, if it came when the tool ended the victim, is none of theirs.
+        seen.ends = {rank: end for rank, end in seen.ends.items() if rank not in hang}
+        return seen
+
+    def calm(self, name: str, plane: str, launcher: str, *, full: bool) -> Seen:
+        """Run a scene that must end well."""
+        calm = CALM[name]
+        seconds, deadline = calm.full if full else calm.ci, calm.deadlines[full]
+        limit = seconds + 60
+        program = [str(HERE / "calm.py"), name, plane, str(seconds), str(deadline)]
+        with (
+            self._job(launcher, program, _environment(plane, ""), limit) as (job, file),
+            contextlib.ExitStack() as stack,
+        ):
+            ends = _Ends(job)
+            if name == "saturated":
+                stack.enter_context(_burners(len(os.sched_getaffinity(0))))
+            if name == "suspended":
+                _suspend(job, seconds)
+            ends.wait_for(range(RANKS), limit)
+            return _seen(job, ends, file)
+
+    @contextlib.contextmanager
+    def _job(
+        self, launcher: str, program: list[str], env: Mapping[str, str], limit: float
+    ) -> Iterator[tuple[Job, Path]]:
+        with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir="/tmp") as folder:
+            file = Path(folder) / "verdicts"
+            with self._start(launcher, [*program, str(file)], env, limit + 10) as job:
+                yield job, file
+
+
+def _environment(plane: str, faults: str) -> dict[str, str]:
+    return {} if plane == HOST else {**build().env(faults=faults), **POLICY}
+
+
+class _Ends:
+    """When and how the ranks of a job end."""
+
+    def __init__(self, job: Job) -> None:
+        self.processes: dict[int, Process] = {}
+        self.found: dict[int, tuple[float, str]] = {}
+        for rank in range(RANKS):
+            pid = job.pid(rank)
+            try:
+                self.processes[rank] = Process(pid)
+            except OSError:
+                self.found[rank] = (time.monotonic(), "ended")
+
+    def wait_for(self, ranks: Iterable[int], seconds: float) -> None:
+        """Wait until these have ended, noting every end; gives up after ``seconds``."""
+        end, wanted = time.monotonic() + seconds, set(ranks)
+        while not wanted <= self.found.keys() and time.monotonic() < end:
+            poll = select.poll()
+            waiting = {process.pidfd: rank for rank, process in self.processes.items() if rank not in self.found}
+            for pidfd in waiting:
+                poll.register(pidfd, select.POLLIN)
+            for pidfd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                rank = waiting[pidfd]
+                self.found[rank] = (time.monotonic(), self.processes[rank].end())
+
+    def close(self) -> None:
+        """Give the handles back."""
+        for process in self.processes.values():
+            process.close()
+
+
+def _let_go(job: Job, ends: _Ends, cell: Cell) -> None:
+    """End what the fault itself keeps from ending: a rank or a watcher that is stopped for good."""
+    if cell.fault == "stop" and VICTIM not in ends.found:
+        with contextlib.suppress(ProcessLookupError):
+            job.signal(VICTIM, signal.SIGKILL)
+    fault = next((one for one in parse(job.read(VICTIM, "out")) if one["what"] == "fault"), None)
+    if cell.fault == "watcher-stop" and fault is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(fault["watcher"], signal.SIGCONT)
+    ends.wait_for(range(RANKS), _AFTER)
+
+
+def _seen(job: Job, ends: _Ends, file: Path) -> Seen:
+    """Collect everything; what is left behind is a finding and not an exception."""
+    rc, left = None, ""
+    running = [rank for rank in range(RANKS) if rank not in ends.found]
+    if running:
+        job.kill()
+    else:
+        try:
+            rc = job.wait(_AFTER).rc
+        except JobFailure as failure:
+            left = str(failure).partition("\nstatus")[0]
+    ends.close()
+    said = {rank: parse(job.read(rank, "out")) for rank in range(RANKS)}
+    err = "\n".join(job.read(rank, "err") for rank in range(RANKS))
+    err += (job.folder / "launcher.out").read_text("utf-8", "replace")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return Seen(said, ends.found, err, [json.loads(line)["verdict"] for line in lines], left, rc)
+
+
+@contextlib.contextmanager
+def _burners(count: int) -> Iterator[None]:
+    """Keep so many cores busy."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+
+def _suspend(job: Job, seconds: float) -> None:
+    """Stop all ranks, and continue them."""
+    for rank in range(RANKS):
+        job.wait_for('"ready"', rank)
+    for rank in range(RANKS):
+        job.signal(rank, signal.SIGSTOP)
+    time.sleep(seconds)
+    for rank in range(RANKS):
+        job.signal(rank, signal.SIGCONT)
