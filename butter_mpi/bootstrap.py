@@ -20,10 +20,12 @@ from butter_mpi.device import Device
 from butter_mpi.ending import ENDING, say
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import (
+    ButterError,
     CUDAError,
     PreflightError,
     StartError,
     StartTimeoutError,
+    text_of,
 )
 from butter_mpi.lane import LANE
 from butter_mpi.library import open_library
@@ -34,12 +36,13 @@ from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
-from butter_mpi.sentinel.client import Offer, Sentinel
+from butter_mpi.sentinel.client import WATCHED, Offer, Sentinel
 from butter_mpi.settings import FaultPolicy, Settings
 
 __all__ = ["abort_job", "init", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
+_WORD_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def init(
     check: str | None = None,
     stream: Any = None,
     watch: str | None = None,
-    verdict_file: str | None = None,
+    verdict_file: str | os.PathLike[str] | None = None,
     fault: FaultPolicy | None = None,
 ) -> Communicator:
     """Start: compare every rank's facts over MPI, then make the communicator; or refuse, the same on every rank.
@@ -94,7 +97,7 @@ def init(
         Whether a process on each node, outside the ranks, watches them and tells every one within moments which died,
         is stopped or differs. ``debugger``: ranks that are stopped are not judged. ``off``: such faults are found at
         the collective deadline, or by the launcher.
-    verdict_file : str, optional
+    verdict_file : str or path, optional
         A file to which each node's watcher appends what broke, and what each rank submitted last, as a line of JSON.
     fault : FaultPolicy, optional
         Deadlines, and what a fault does.
@@ -235,6 +238,11 @@ class _Start:
                 phase=error.phase,
                 elapsed=error.elapsed,
             ) from None
+        except StartError as error:
+            if error.phase == WATCHED:
+                # A rank is lost, and MPI_Finalize would wait for it.
+                ENDING.alone()
+            raise
         except self._mpi.Exception as error:
             ENDING.alone()
             raise StartError(
@@ -288,10 +296,24 @@ class _Start:
         sentinel = self._sentinel(control)
         try:
             return self._connect_watched(record, control, sentinel)
-        except BaseException:
+        except BaseException as error:
             if sentinel is not None:
-                sentinel.leave()
+                self._leave(sentinel, error)
             raise
+
+    def _leave(self, sentinel: Sentinel, error: BaseException) -> None:
+        """Leave the watcher of a start that failed; what other ranks cannot know is told, so that they do not wait.
+
+        Our own errors are the same on every rank, or were told over MPI, or come of a deadline that each rank has.
+        """
+        try:
+            if isinstance(error, self._mpi.Exception):
+                # MPI says that something failed; the watcher may say in a moment which rank it was.
+                sentinel.wait_for_word(_WORD_SECONDS)
+            elif not isinstance(error, (ButterError, Overdue)):
+                sentinel.tell_of(f"{self._who}: start: ended by {text_of(error)}")
+        finally:
+            sentinel.leave()
 
     def _connect_watched(self, record: dict[str, Any], control: Control, sentinel: Sentinel | None) -> Communicator:
         look = sentinel.look_at_start if sentinel else lambda: None
@@ -331,7 +353,7 @@ class _Start:
     def _sentinel(self, control: Control) -> Sentinel | None:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
-        offer = Offer(settings.watch, settings.collective_deadline)
+        offer = Offer(settings.watch, settings.collective_deadline, settings.verdict_file)
         every = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers")
         if any(json.loads(one)["watch"] == "off" for one in every):
             # Where they differ, preflight says so.
@@ -373,7 +395,7 @@ class _Start:
         if self._settings.action == "abort" and cause is not None:
             say(cause.message)
             say(f"{self._who}: ending the job (action abort)")
-            abort_job(1)
+            abort_job(plane.exit_status)
 
     def _verdict(self, plane: Plane) -> None:
         """Do what the policy says, in the thread that listens to the watcher, which must not call MPI."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -510,6 +511,9 @@ class Communicator:
             return
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             self._plane.exit_status = error.code
+        elif self.settings.action == "abort":
+            # The job ends in here, before Python could show where it was raised.
+            traceback.print_exception(kind, error, trace)
         self.abort(text_of(error))
 
     def __del__(self, _warn: Callable[..., None] = warnings.warn) -> None:

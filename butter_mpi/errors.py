@@ -55,7 +55,7 @@ def text_of(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "(its text cannot be made)"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class ButterError(Exception):

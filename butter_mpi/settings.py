@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -62,9 +63,10 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _path(name: str, value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or "\0" in path:
         raise ValueError(f"{name} must be a path; got {shown(value)}")
-    return value
+    return path
 
 
 def _transport(name: str, value: Any) -> str | None:
@@ -176,4 +178,6 @@ class Settings:
                 values[name] = check(variable, env[variable])
             if name in given:
                 values[name] = check(name, given[name])
+        if values.get("verdict_file") and values.get("watch") == "off":
+            raise ValueError("verdict_file needs the watcher, which writes it; got watch 'off'")
         return cls(**values)

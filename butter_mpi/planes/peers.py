@@ -265,6 +265,12 @@ class PeerPlane(Plane):
         _RETIRING.append((self._control, tuple(comm for comm in idle if comm is not None)))
         sweep()
 
+    def attempt_reconnect(self) -> None:
+        """Make the communicator anew with every other rank; handles of the old one are void."""
+        super().attempt_reconnect()
+        if self._sentinel is not None:
+            self._sentinel.repeat()
+
     def _reconnect(self) -> None:
         if self._sentinel is not None and self._sentinel.lost:
             raise CommunicatorBrokenError(
@@ -294,21 +300,30 @@ class PeerPlane(Plane):
         self.sequence = max(sequence for sequence, _ in numbers)
         self._pairs.clear()
         self._pairs_from = max(pair for _, pair in numbers)
-        self._verdict_heard = False
+        self._verdict_heard = self._untold = False
         if self._sentinel is not None:
             self._sentinel.resume(self.sequence, self._pairs_from)
 
     def _everybody_there(self) -> None:
-        """Raise where a rank has left for good: nobody can reconnect without it."""
+        """Raise where a rank is gone for good: nobody can reconnect without it."""
         self._control.pump()
+        if not self._control.left and not self._lost():
+            return
+        # Whoever was lost is the cause, and others leave because of it: they may be heard of first.
+        watch, pause = Watch(_GRACE), Pause()
+        while not self._lost() and not watch.tick():
+            self._control.pump()
+            pause()
+        reasons = self._lost() or {rank: body["why"] for rank, body in self._control.left.items()}
+        gone = sorted(reasons)
+        raise PeerLostError(
+            f"{self.who}: attempt_reconnect: {ranks_text(gone)} left: {reasons[gone[0]]}; every rank must take part",
+            lost_ranks=tuple(gone),
+            operation="attempt_reconnect",
+            phase="reconnect",
+        )
+
+    def _lost(self) -> dict[int, str]:
+        """Return the ranks that died, as the watcher saw, or ended by a failure, as they said; each with the reason."""
         dead = {} if self._sentinel is None else self._sentinel.gone
-        gone = sorted({*self._control.left, *self._control.gone, *dead})
-        if gone:
-            why = self._control.gone.get(gone[0], {}).get("text") or dead.get(gone[0])
-            why = why or self._control.left[gone[0]]["why"]
-            raise PeerLostError(
-                f"{self.who}: attempt_reconnect: {ranks_text(gone)} left: {why}; every rank must take part",
-                lost_ranks=tuple(gone),
-                operation="attempt_reconnect",
-                phase="reconnect",
-            )
+        return {**{rank: str(body["text"]) for rank, body in self._control.gone.items()}, **dead}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -72,9 +73,11 @@ class Offer:
         The setting, which every rank must know: if one is without a watcher, all are.
     deadline : float
         Seconds that a collective may take.
+    file : str
+        Where verdicts shall be appended; empty: nowhere.
     """
 
-    def __init__(self, watch: str, deadline: float) -> None:
+    def __init__(self, watch: str, deadline: float, file: str = "") -> None:
         self.watch, self.failure = watch, ""
         self.secret = secrets.token_hex(_SECRET_BYTES)
         self._ends = contextlib.ExitStack()
@@ -86,8 +89,10 @@ class Offer:
             self.socket.bind(_address(self.secret))
             self.socket.listen(4096)
             self._node = node_key()
+            _check_appendable(file)
         except OSError as error:
-            self.failure, self._node = f"{error.strerror or error}", ""
+            where = f"{error.filename}: " if error.filename else ""
+            self.failure, self._node = f"{where}{error.strerror or error}", ""
 
     def payload(self) -> bytes:
         """Return what every rank must know."""
@@ -103,6 +108,21 @@ class Offer:
     def close(self) -> None:
         """Give everything back."""
         self._ends.close()
+
+
+def _check_appendable(file: str) -> None:
+    """Raise ``OSError`` where a file cannot be appended to; it is not made here: where nothing breaks there is none."""
+    if not file:
+        return
+    path = Path(file).absolute()
+    if path.exists():
+        if not path.is_file():
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    elif not path.parent.is_dir():
+        raise OSError(errno.ENOENT, "no such folder", str(path.parent))
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, "not a folder to write to", str(path.parent))
 
 
 def _address(secret: str) -> str:
@@ -152,7 +172,7 @@ class Sentinel:
         self._epoch = 0
         self._on_notice: Callable[[Mapping[str, Any]], None] | None = None
         self._ready = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._left = False
         self._watcher = 0
         self._starter: subprocess.Popen[bytes] | None = None
@@ -243,11 +263,30 @@ class Sentinel:
                 self._starter.wait(_SPAWN_SECONDS)
 
     def look_at_start(self) -> None:
-        """Raise what the watcher has said, while there is no plane yet that could."""
+        """Raise what the watcher has said, while there is no plane yet that could.
+
+        Raises
+        ------
+        StartError
+            A rank is lost, or has failed.
+        """
         notice = self._notices.get(self._epoch)
         texts = [*([notice["text"]] if notice is not None else []), *self.gone.values()]
         if texts:
             raise StartError(f"{self._who}: start: {texts[0]}", phase=WATCHED)
+
+    def wait_for_word(self, seconds: float) -> None:
+        """Look at what the watcher says for up to `seconds`.
+
+        Raises
+        ------
+        StartError
+            A rank is lost, or has failed.
+        """
+        watch, pause = Watch(seconds), Pause()
+        while not watch.tick():
+            self.look_at_start()
+            pause()
 
     def deliver_to(self, on_notice: Callable[[Mapping[str, Any]], None], judged: bool) -> None:
         """Hand verdicts to `on_notice` from now on, in the listening thread; one that has come, at once.
@@ -258,8 +297,15 @@ class Sentinel:
             messages.send(self._socket, "judge")
         with self._lock:
             self._on_notice, notice = on_notice, self._notices.get(self._epoch)
-        if notice is not None:
-            on_notice(notice)
+            if notice is not None:
+                on_notice(notice)
+
+    def repeat(self) -> None:
+        """Hand over again what came of this epoch while the communicator was still being made anew."""
+        with self._lock:
+            notice = self._notices.get(self._epoch)
+            if notice is not None and self._on_notice is not None:
+                self._on_notice(notice)
 
     # -- listening ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +315,6 @@ class Sentinel:
         finally:
             _OPEN.discard(self)
             self._on_notice = None
-            self._socket.close()
 
     def _hear_all(self) -> None:
         poll, stale, beat = select.poll(), Watch(_STALE), 0
@@ -315,11 +360,11 @@ class Sentinel:
             watcher.close()
 
     def _take(self, notice: dict[str, Any], epoch: int) -> None:
+        # With the lock: a reconnect that begins the next epoch meanwhile must not be broken by what is of this one.
         with self._lock:
             first = self._notices.setdefault(epoch, notice) is notice
-            on_notice = self._on_notice if first and epoch == self._epoch else None
-        if on_notice is not None:
-            on_notice(notice)
+            if first and epoch == self._epoch and self._on_notice is not None:
+                self._on_notice(notice)
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
@@ -327,6 +372,11 @@ class Sentinel:
         """Tell every other rank what broke here."""
         if not self._left:
             messages.send(self._socket, "broken", notice=dict(notice), epoch=self._epoch)
+
+    def tell_of(self, text: str) -> None:
+        """Tell every other rank that this one failed in the start, where no communicator says so."""
+        facts = {"error": "PeerLostError", "lost": [self._rank], "text": text, "n": None, "operation": ""}
+        self.tell({**facts, "phase": "start", "elapsed": 0.0, "records": {}})
 
     def resume(self, sequence: int, pairs: int) -> None:
         """Go on after a failure that all ranks survived, from the numbers that they agreed on."""
@@ -346,6 +396,7 @@ class Sentinel:
             self._reap()
             if threading.current_thread() is not self._thread:
                 self._thread.join(_LISTEN_SECONDS)
+            self._socket.close()
             self.recorder.close()
 
     def forget(self) -> None:

@@ -14,6 +14,9 @@ from butter_mpi.sentinel.process import Process
 
 __all__ = ["Rank"]
 
+# A launcher's node daemon, and where that is a child of the launcher, this one.
+_ANCESTORS = 2
+
 
 class Rank:
     """What is known of one rank: its process from the start, its recorder once it has joined.
@@ -34,7 +37,7 @@ class Rank:
     def __init__(self, number: int, pid: int) -> None:
         self.number, self.pid = number, pid
         self.process: Process | None = None
-        self.parent: Process | None = None
+        self.ancestors: list[Process] = []
         self.sock: socket.socket | None = None
         self.reader: Reader | None = None
         self.judged = self.left = self.gone = False
@@ -49,7 +52,9 @@ class Rank:
                 raise
         else:
             with contextlib.suppress(OSError):
-                self.parent = Process(self.process.parent())
+                for _ in range(_ANCESTORS):
+                    below = self.ancestors[-1] if self.ancestors else self.process
+                    self.ancestors.append(Process(below.parent()))
 
     @property
     def lives(self) -> bool:

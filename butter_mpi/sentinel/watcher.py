@@ -220,8 +220,10 @@ class Watcher:
             return
         told = {} if said_by is None else {"by": said_by.number, "here": False}
         self._notices[epoch] = notice = {**verdict.notice(), **told}
-        source = "seen by the watcher" if said_by is None else f"told by rank {said_by.number}"
-        self._cry(f"butter_mpi: {verdict.text} ({source})\n", said_by)
+        source = "the watcher" if said_by is None else f"told by rank {said_by.number}"
+        # A mismatch that ranks find themselves is raised on every one of them, and a program may expect it.
+        if said_by is None or verdict.error != "CollectiveMismatchError":
+            self._cry(f"butter_mpi: {source}: {verdict.text}\n", said_by)
         for rank in self._ranks.values():
             if rank is not said_by and rank.lives:
                 rank.tell("notice", notice=notice, epoch=epoch)
@@ -230,7 +232,7 @@ class Watcher:
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
         ranks = sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped is not None, one is said_by))
-        for process in [*(rank.process for rank in ranks), *(rank.parent for rank in ranks)]:
+        for process in [*(rank.process for rank in ranks), *ranks[0].ancestors]:
             if process is not None and cry(process, text):
                 return
 

@@ -309,6 +309,21 @@ else:
         assert "(0,)" in out and "out of cheese" in out, result.text
 
 
+@pytest.mark.parametrize(("end", "status", "said"), [("1 / 0", 1, "ZeroDivisionError"), ("sys.exit(7)", 7, "")])
+def test_exception_in_a_with_block_with_action_abort(end: str, status: int, said: str) -> None:
+    """The job ends inside the block: what was raised is shown with its line all the same, and a status is kept."""
+    program = f"""
+with start(action="abort") as comm:
+    comm.barrier()
+    if RANK == 1:
+        {end}
+    comm.barrier()
+"""
+    result = run_job(2, HEAD + program, rank_env={0: {"BUTTER_MPI_ACTION": "raise"}}, timeout=20)
+    assert result.rc == status, result.text
+    assert (f"    {end}" in result.rank_err[1]) == bool(said) and said in result.rank_err[1], result.text
+
+
 def test_action_abort_ends_the_job() -> None:
     """With action abort a poisoned communicator ends the job, and says why."""
     program = """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from helpers import processes
-from helpers.mpirun import Job, JobResult, start_job
+from helpers.mpirun import Job, JobResult, run_job, start_job
 
 HEAD = """
 import ctypes, os, sys, time, threading, signal
@@ -82,7 +82,7 @@ def verdicts(file: Path) -> list[dict[str, Any]]:
 
 def cried(result: JobResult) -> list[str]:
     """The watcher's lines on the standard error of ranks, or of what started them, where none lives any more."""
-    said = re.compile(r"butter_mpi: .* \((seen by the watcher|told by rank \d+)\)")
+    said = re.compile(r"butter_mpi: (the watcher|told by rank \d+): .*")
     return [line for text in [*result.rank_err, result.out] for line in text.splitlines() if said.fullmatch(line)]
 
 
@@ -142,16 +142,21 @@ def test_killed_rank_under_open_mpi_as_people_run_it() -> None:
 
 @pytest.mark.parametrize("what", list(FAULTS))
 def test_lost_rank_is_said_where_the_launcher_ends_all_at_once(what: str, tmp_path: Path) -> None:
-    """MPICH's launcher leaves the survivors no time: the verdict is on a rank's standard error, and in the file."""
+    """MPICH's launcher leaves survivors no time: the verdict is on stderr while anyone lives, and in the file.
+
+    It may end all of them, and itself, before a watcher on a busy machine has run at all: one job of five must do.
+    """
     how, cause = FAULTS[what]
-    file = tmp_path / "verdict.jsonl"
-    with start_job(3, fault(how), env={"BUTTER_MPI_VERDICT_FILE": str(file)}, timeout=30) as job:
-        result = job.wait()
-    (verdict,) = verdicts(file)
-    assert verdict["verdict"]["lost"] == [1] and cause in verdict["verdict"]["text"], result.text
-    (line,) = cried(result)
-    assert "rank 1/3 on" in line and cause in line, result.text
-    assert SITE.search(line) or what == "exception", result.text
+    for turn in range(5):
+        file = tmp_path / f"verdict{turn}.jsonl"
+        with start_job(3, fault(how), env={"BUTTER_MPI_VERDICT_FILE": str(file)}, timeout=30) as job:
+            result = job.wait()
+        (verdict,) = verdicts(file)
+        assert verdict["verdict"]["lost"] == [1] and cause in verdict["verdict"]["text"], result.text
+        if lines := cried(result):
+            break
+    assert len(lines) == 1 and "rank 1/3 on" in lines[0] and cause in lines[0], result.text
+    assert SITE.search(lines[0]) or what == "exception", result.text
 
 
 def test_stopped_ranks() -> None:
@@ -438,7 +443,8 @@ def start():
     assert "no mismatch" not in result.text, result.text
     for when, text in told:
         assert text.startswith("PeerLostError (1,)") and "was killed by SIGKILL" in text, result.text
-        assert SITE.search(text) and when - at <= _SOON, (when - at, result.text)
+        # Where listening is slow, the notices of earlier failures are heard one after another first.
+        assert SITE.search(text) and when - at <= (1.0 if listening else _SOON), (when - at, result.text)
 
 
 def test_death_after_a_failure_that_all_survived() -> None:
@@ -463,3 +469,45 @@ except butter_mpi.CommunicatorBrokenError as error:
     for when, text in told:
         assert "(1,)" in text and "was killed by SIGKILL" in text, result.text
         assert when - at <= 5, (when - at, result.text)
+
+
+@pytest.mark.parametrize("name", ["none/v.json", "a folder"])
+def test_verdict_file_that_cannot_be_written(name: str, tmp_path: Path) -> None:
+    """A file that could not be written when something breaks is refused in the start, on every rank."""
+    (tmp_path / "a folder").mkdir()
+    program = "start()\n"
+    result = run_job(2, HEAD + program, env={"BUTTER_MPI_VERDICT_FILE": str(tmp_path / name)}, timeout=30)
+    assert result.rc != 0, result.text
+    for err in result.rank_err:
+        assert "StartError" in err and str(tmp_path) in err and "no watcher can be set up" in err, result.text
+
+
+def test_watcher_that_was_stopped_and_goes_on_accuses_nobody(tmp_path: Path) -> None:
+    """Ranks that gave it up and left say goodbye to it all the same."""
+    file = tmp_path / "verdict.jsonl"
+    program = """
+comm = start(); comm.barrier()
+pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
+def line(pid):
+    try:
+        return open(f"/proc/{pid}/cmdline", "rb").read()
+    except OSError:
+        return b""
+own = f"{os.getuid()}"
+watchers = [p for p in pids if b"sentinel/__main__.py" in line(p) and MARK in open(f"/proc/{p}/environ", "rb").read()]
+if RANK == 0:
+    os.kill(watchers[0], signal.SIGSTOP)
+try:
+    comm.wait_for_async_error(20)
+except butter_mpi.PeerLostError as error:
+    say("gave up")
+comm.close()
+MPI.COMM_WORLD.Barrier()
+if RANK == 0:
+    os.kill(watchers[0], signal.SIGCONT)
+"""
+    program = program.replace("MARK", "os.environ['BUTTER_MPI_TEST_JOB'].encode()")
+    with start_job(2, HEAD + program, env={"BUTTER_MPI_VERDICT_FILE": str(file)}, timeout=40) as job:
+        result = job.wait()
+    assert [out.split() for out in result.rank_out] == [["gave", "up"]] * 2, result.text
+    assert not cried(result) and not file.exists(), result.text

@@ -197,7 +197,7 @@ def test_death_is_told_with_its_cause_and_last_operation(node: Callable[..., Nod
         told(fakes[rank], "messages.send(sock, 'bye')")
     assert one.ended(_LONG)
     errors = [fakes[rank].communicate()[1] for rank in (3, 6)]
-    assert sorted(errors) == ["", f"butter_mpi: {text} (seen by the watcher)\n"]
+    assert sorted(errors) == ["", f"butter_mpi: the watcher: {text}\n"]
     (line,) = file.read_text().splitlines()
     verdict = json.loads(line)
     assert verdict["verdict"]["lost"] == [4] and verdict["host"] == "n01"

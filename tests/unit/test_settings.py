@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from butter_mpi.settings import FaultPolicy, Settings
@@ -65,3 +67,13 @@ def test_number_that_no_float_can_hold_is_out_of_range(value: int) -> None:
 def test_test_variables_are_free() -> None:
     """Variables of the project's own tests are not taken for misspelt settings."""
     assert Settings.resolve({"BUTTER_MPI_TEST_NCCL": "x"}) == Settings()
+
+
+def test_verdict_file_is_a_path_and_needs_the_watcher(tmp_path: Path) -> None:
+    """Whatever is a path names the file; without a watcher nobody would write it."""
+    assert Settings.resolve({}, verdict_file=tmp_path / "v").verdict_file == str(tmp_path / "v")
+    for wrong in (3, b"v", "a\0b"):
+        with pytest.raises(ValueError, match="verdict_file must be a path"):
+            Settings.resolve({}, verdict_file=wrong)
+    with pytest.raises(ValueError, match="needs the watcher"):
+        Settings.resolve({"BUTTER_MPI_WATCH": "off"}, verdict_file="v")
