@@ -272,11 +272,7 @@ class PeerPlane(Plane):
             self._sentinel.repeat()
 
     def _reconnect(self) -> None:
-        if self._sentinel is not None and self._sentinel.lost:
-            raise CommunicatorBrokenError(
-                f"{self.who}: attempt_reconnect: the watcher of this node is gone, and nobody would see the ranks; "
-                "only a new job helps"
-            )
+        self._refuse_unwatched()
         if self._reserve is None:
             raise CommunicatorBrokenError(f"{self.who}: attempt_reconnect: an earlier one failed; only a new job helps")
         reserve, self._reserve = self._reserve, None
@@ -304,8 +300,16 @@ class PeerPlane(Plane):
         if self._sentinel is not None:
             self._sentinel.resume(self.sequence, self._pairs_from)
 
+    def _refuse_unwatched(self) -> None:
+        if self._sentinel is not None and self._sentinel.lost:
+            raise CommunicatorBrokenError(
+                f"{self.who}: attempt_reconnect: the watcher of this node is gone, and nobody would see the ranks; "
+                "only a new job helps"
+            )
+
     def _everybody_there(self) -> None:
-        """Raise where a rank is gone for good: nobody can reconnect without it."""
+        """Raise where a rank is gone for good: nobody can reconnect without it, nor without a watcher."""
+        self._refuse_unwatched()
         self._control.pump()
         if not self._control.left and not self._lost():
             return
