@@ -99,6 +99,8 @@ class PeerPlane(Plane):
         self._verdict_heard = True
         flight = self._flight
         here = {} if flight is None else {"n": flight["n"], "operation": flight["kind"], "phase": "collective"}
+        # What differs is the same on every rank; else this rank says what it was in itself.
+        here = {} if notice["error"] == "CollectiveMismatchError" else here
         facts = {"phase": "idle", **{name: value for name, value in notice.items() if value or name == "lost"}, **here}
         cause = error_from(self.who, notice.get("by", -1), facts)
         if not self.health.closed and self.health.poison(cause):

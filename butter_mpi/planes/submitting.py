@@ -21,6 +21,8 @@ __all__ = ["Numbered", "Submitting"]
 Numbered = tuple[Operation, dict[str, Any]]
 _CLOSE_PATIENCE = 1.0
 
+_LISTENING = "listening"
+
 
 class Submitting(ABC):
     """Base of ``Plane``: takes checked operations, whatever they are and wherever their data lies.
@@ -125,7 +127,7 @@ class Submitting(ABC):
     def in_flight(self) -> str:
         """The operation that a thread is in now; empty: none."""
         record = self._flight
-        return "" if record is None else describe(record)
+        return "" if record is None or record["kind"] == _LISTENING else describe(record)
 
     def all_gather_json(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload over the control plane; compared like an operation, it takes no number."""
@@ -345,8 +347,8 @@ class Submitting(ABC):
     def is_healthy(self) -> bool:
         """Return whether the next operation would be taken, by what is known now."""
         with LANE.tried() as held:
-            if held and self._usable() and not self.in_flight:
-                record = control_signature("listening", self.sequence, "is_healthy")
+            if held and self._usable() and self._flight is None:
+                record = control_signature(_LISTENING, self.sequence, "is_healthy")
                 with contextlib.suppress(CommunicatorBrokenError), self._poisoning(record):
                     self._listen()
         return self._usable()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import errno
 import json
 import logging
@@ -39,7 +38,6 @@ _STARVED = 30.0
 _LISTEN_SECONDS = 0.5
 _SPAWN_SECONDS = 10.0
 _SECRET_BYTES = 16
-_PR_SET_PTRACER = 0x59616D61
 _OFF = "set watch='off' (BUTTER_MPI_WATCH=off) to run without one: lost ranks are then found at deadlines only"
 
 
@@ -340,7 +338,6 @@ class Sentinel:
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "ready":
             self._watcher = message["pid"]
-            _let_look(self._watcher)
             self._ready.set()
         elif message["kind"] == "notice":
             self._take(message["notice"], message["epoch"])
@@ -403,12 +400,6 @@ class Sentinel:
         """Let go, in a forked child: it is no rank."""
         self._left = True
         self._socket.close()
-
-
-def _let_look(pid: int) -> None:
-    """Allow the watcher to write to this process's standard error, where a security module asks for leave (Yama)."""
-    with contextlib.suppress(Exception):
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def _lost_watcher(how: str) -> dict[str, Any]:

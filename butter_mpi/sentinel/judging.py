@@ -137,39 +137,63 @@ class Waiting:
         return bool(self.entry.bound) and self.seconds >= self.entry.bound
 
 
+class _Clock:
+    """Seconds of one wait, and when to warn of it: at 5, 10, 20 ... s."""
+
+    def __init__(self) -> None:
+        self.seconds, self._warn_at = 0.0, FIRST_WARNING
+
+    def warns(self) -> bool:
+        """Return whether it is time to say so, once each time."""
+        if self.seconds < self._warn_at:
+            return False
+        self._warn_at *= 2
+        return True
+
+
 class Late:
     """How long the first of the ranks wait for the last; the caller says how much time counts."""
 
     def __init__(self) -> None:
-        self._low, self._waited, self._warn_at = 0, 0.0, FIRST_WARNING
+        self._low = 0
+        self._clock, self._patience = _Clock(), _Clock()
 
     def look(self, readers: Mapping[int, Reader], passed: float) -> list[Waiting]:
         """Return who waits for whom after `passed` more seconds: nobody, or the first for the last."""
         heads = {rank: reader.head() for rank, reader in readers.items()}
         low, high = min(heads.values()), max(heads.values())
         if low != self._low or low == high:
-            self._low, self._waited, self._warn_at = low, 0.0, FIRST_WARNING
+            self._low, self._clock, self._patience = low, _Clock(), _Clock()
             return []
-        self._waited += passed
         # Whoever is further ahead than its ring is long shows the oldest that it has.
         ahead = [reader for rank, reader in readers.items() if heads[rank] > low]
-        waiting = (reader.collective(max(low + 1, reader.oldest())) for reader in ahead)
-        entry = next((entry for entry in waiting if entry), None)
-        if entry is None:
-            return []
-        warn = bool(entry.bound) and self._waited >= self._warn_at
-        if warn:
-            self._warn_at *= 2
-        return [Waiting(entry, tuple(rank for rank, head in heads.items() if head == low), self._waited, warn)]
+        entries = [entry for reader in ahead if (entry := reader.collective(max(low + 1, reader.oldest())))]
+        absent = tuple(rank for rank, head in heads.items() if head == low)
+        bounded = next((entry for entry in entries if entry.bound), None)
+        if bounded is not None:
+            self._clock.seconds += passed
+            return [Waiting(bounded, absent, self._clock.seconds, self._clock.warns())]
+        # Whoever may wait for ever does so on a clock of its own: it is no part of a wait that has a bound.
+        self._clock = _Clock()
+        self._patience.seconds += passed
+        return [Waiting(entry, absent, self._patience.seconds, False) for entry in entries[:1]]
+
+
+_Side = tuple[int, int, str]
 
 
 class Pairs:
-    """Sends and receives: the k-th send of one rank to another pairs with the k-th receive there."""
+    """Sends and receives: the k-th send of one rank to another pairs with the k-th receive there.
+
+    By side (rank, peer, kind), whose records are numbered without gaps: a side that was seen at a number has submitted
+    all below it, also those that its ring has lost.
+    """
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
-        # By (sender, receiver), number and rank: the entry, and the seconds that it has waited for its counterpart.
-        self._open: dict[tuple[int, int], dict[int, dict[int, _Open]]] = {}
+        self._reached: dict[_Side, int] = {}
+        self._open: dict[_Side, dict[int, Entry]] = {}
+        self._clocks: dict[_Side, tuple[int, _Clock]] = {}
 
     def read(self, readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
         """Take what is new; returns what the two ranks submitted where a pair does not fit."""
@@ -189,38 +213,31 @@ class Pairs:
         return None
 
     def _match(self, rank: int, peer: int, entry: Entry) -> dict[int, Entry] | None:
-        way = (rank, peer) if entry.kind == "send" else (peer, rank)
-        numbers = self._open.setdefault(way, {})
-        theirs = numbers.get(entry.number, {}).get(peer)
-        if theirs is None:
-            numbers.setdefault(entry.number, {})[rank] = _Open(entry)
-            if len(numbers) > PAIRS:
-                # Rings that have lost some cannot be paired any more: only the newest are kept.
-                del numbers[min(numbers)]
-            return None
-        del numbers[entry.number]
-        same = (entry.elements, entry.dtype) == (theirs.entry.elements, theirs.entry.dtype)
-        return None if same else {rank: entry, peer: theirs.entry}
+        side, other = (rank, peer, entry.kind), (peer, rank, "recv" if entry.kind == "send" else "send")
+        self._reached[side] = entry.number
+        waiting = self._open.get(other, {})
+        theirs = waiting.pop(entry.number, None)
+        while waiting and next(iter(waiting)) < entry.number:
+            del waiting[next(iter(waiting))]
+        if theirs is not None:
+            same = (entry.elements, entry.dtype) == (theirs.elements, theirs.dtype)
+            return None if same else {rank: entry, peer: theirs}
+        mine = self._open.setdefault(side, {})
+        if self._reached.get(other, 0) < entry.number and len(mine) < PAIRS:
+            mine[entry.number] = entry
+        return None
 
     def look(self, passed: float) -> list[Waiting]:
-        """Return who waits for whom after `passed` more seconds."""
+        """Return, for each side, who waits for whom after `passed` more seconds."""
         found = []
-        for (sender, receiver), numbers in self._open.items():
-            for sides in numbers.values():
-                for rank, one in sides.items():
-                    found.append(one.waiting(receiver if rank == sender else sender, passed))
+        for side, entries in self._open.items():
+            if not entries:
+                continue
+            number, entry = next(iter(entries.items()))
+            known, clock = self._clocks.get(side, (0, _Clock()))
+            if known != number:
+                clock = _Clock()
+            clock.seconds += passed
+            self._clocks[side] = number, clock
+            found.append(Waiting(entry, (side[1],), clock.seconds, bool(entry.bound) and clock.warns()))
         return found
-
-
-class _Open:
-    """A send or receive without its counterpart."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry, self._waited, self._warn_at = entry, 0.0, FIRST_WARNING
-
-    def waiting(self, absent: int, passed: float) -> Waiting:
-        self._waited += passed
-        warn = bool(self.entry.bound) and self._waited >= self._warn_at
-        if warn:
-            self._warn_at *= 2
-        return Waiting(self.entry, (absent,), self._waited, warn)

@@ -13,7 +13,7 @@ __all__ = ["Process"]
 
 # PF_EXITING, PF_DUMPCORE, PF_SIGNALED: a large process or a core dump takes long to go, the flags come at once.
 _DYING = 0x604
-_STATE, _PARENT, _FLAGS, _EXIT_CODE = 0, 1, 6, 49
+_STATE, _PARENT, _FLAGS, _USER_TIME, _SYSTEM_TIME, _EXIT_CODE = 0, 1, 6, 11, 12, 49
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _INFO_BYTES = 0xC040FF0B, 1 << 3, 64
 
 
@@ -50,6 +50,11 @@ class Process:
         if int(fields[_FLAGS]) & _DYING or fields[_STATE] in (b"Z", b"X"):
             return "dying"
         return "stopped" if fields[_STATE] == b"T" else "alive"
+
+    def cpu(self) -> int:
+        """Return the processor time that it has had, in clock ticks."""
+        fields = self._fields()
+        return int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME]) if fields else 0
 
     def parent(self) -> int:
         """Return the number of the process that started it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from collections import deque
 from typing import Any
 
 from butter_mpi.recorder import Reader
@@ -44,6 +45,8 @@ class Rank:
         self.death: Verdict | None = None
         self.stopped: float | None = None
         self.epoch = 0
+        self._cpu = 0
+        self._unsent: deque[tuple[str, dict[str, Any]]] = deque()
         try:
             self.process = Process(pid)
         except OSError as error:
@@ -78,9 +81,28 @@ class Rank:
         """Let it in."""
         self.sock, self.reader = sock, reader
 
+    def ran(self) -> bool:
+        """Return whether it has had a processor since this was last asked."""
+        before, self._cpu = self._cpu, 0 if self.process is None else self.process.cpu()
+        return self._cpu != before
+
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send it a message, if it has come."""
+        """Send it a message, if it has come; one for which it has no room now is sent later."""
         if self.sock is not None:
+            self._unsent.append((kind, fields))
+            self.send_again()
+
+    def send_again(self) -> None:
+        """Send what it had no room for."""
+        while self.sock is not None and self._unsent:
+            kind, fields = self._unsent[0]
+            if not messages.send(self.sock, kind, **fields):
+                return
+            self._unsent.popleft()
+
+    def mention(self, kind: str, **fields: Any) -> None:
+        """Send it what may be lost."""
+        if self.sock is not None and not self._unsent:
             messages.send(self.sock, kind, **fields)
 
     def newest(self, most: int) -> list[str]:

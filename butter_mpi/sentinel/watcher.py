@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -35,6 +36,7 @@ _SOON = 0.02
 _LONGEST_PASSED = 0.5
 _FROZEN = 4.0
 _SHOWN = 8
+_OWN_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGCHLD}
 # What a rank that closes has submitted is in its recorder by then; it may be read before.
 _LEFT_GRACE = 0.2
 
@@ -63,7 +65,7 @@ class Watcher:
         # By epoch: ranks that go on after a failure, which all survived, begin a new one, one after another.
         self._notices: dict[int, dict[str, Any]] = {}
         self._late, self._pairs = Late(), Pairs()
-        self._suspect = 0
+        self._suspect: dict[int, Entry] | None = None
         self._due = 0.0
         self._looked = time.monotonic()
         self._start_left = float(config["start"])
@@ -261,6 +263,7 @@ class Watcher:
         living = [rank for rank in self._ranks.values() if rank.lives]
         states = {rank.number: rank.state() for rank in living}
         for rank in living:
+            rank.send_again()
             if rank.reader is not None:
                 rank.reader.beat()
             if states[rank.number] in ("gone", "dying"):
@@ -274,7 +277,9 @@ class Watcher:
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
-            if states[rank.number] != "stopped":
+            # Whoever is stopped and continued again and again runs, though slowly.
+            ran = rank.ran()
+            if states[rank.number] != "stopped" or ran:
                 rank.stopped = None
                 continue
             # The first look does not count: it may have been stopped just before.
@@ -293,16 +298,16 @@ class Watcher:
         elif found is not None:
             self._suspected(found)
         else:
-            self._suspect = 0
+            self._suspect = None
             for waiting in [*self._late.look(readers, passed), *self._pairs.look(passed)]:
                 self._judge_late(waiting)
 
     def _suspected(self, found: dict[int, Entry]) -> None:
         """Judge what was seen twice: nobody is accused on one reading."""
-        number = next(iter(found.values())).number
-        if number == self._suspect:
-            self._judge(mismatch(found))
-        self._suspect, self._due = number, time.monotonic() + _SOON
+        if self._suspect is not None:
+            # The first reading: ranks that go on meanwhile overwrite what differed first.
+            self._judge(mismatch(self._suspect))
+        self._suspect, self._due = found, time.monotonic() + _SOON
 
     def _judge_late(self, waiting: Waiting) -> None:
         left = tuple(number for number in waiting.absent if self._ranks[number].left)
@@ -315,7 +320,7 @@ class Watcher:
             text = f"{waiting.entry.text()}: has waited {waiting.seconds:.0f} s for {self._positions(waiting.absent)}"
             for rank in self._ranks.values():
                 if rank.number not in waiting.absent:
-                    rank.tell("warning", text=text)
+                    rank.mention("warning", text=text)
 
     def _positions(self, numbers: Sequence[int]) -> str:
         return "; ".join(f"{self._who(self._ranks[number])}, {self._ranks[number].last()}" for number in numbers)
@@ -339,7 +344,7 @@ class Watcher:
         if rank.reader is None or epoch <= rank.epoch:
             return
         if epoch > self._epoch:
-            self._late, self._pairs, self._suspect = Late(), Pairs(), 0
+            self._late, self._pairs, self._suspect = Late(), Pairs(), None
         rank.reader.floor, rank.reader.pairs_floor, rank.epoch = sequence, pairs, epoch
         for other in self._ranks.values():
             if other.death is not None:
@@ -356,7 +361,12 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.chdir("/")
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
+    for one in signal.valid_signals() - _OWN_FAULTS:
         # Launchers and schedulers send them to whole jobs: this process ends with its last rank.
-        signal.signal(one, signal.SIG_IGN)
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(one, signal.SIG_IGN)
+    # Some descriptors a rank.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     Watcher(config).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from butter_mpi.collectives import Operation, describe, signature
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.recorder import COLLECTIVES, Reader, Recorder
-from butter_mpi.sentinel.judging import FIRST_WARNING, Late, Waiting, first_difference, mismatch, ranks_text
+from butter_mpi.recorder import COLLECTIVES, PAIRS, Reader, Recorder
+from butter_mpi.sentinel.judging import FIRST_WARNING, Late, Pairs, Waiting, first_difference, mismatch, ranks_text
 
 BOUND = 60.0
 
@@ -232,3 +233,51 @@ def test_rank_that_is_further_behind_than_a_ring_is_late_all_the_same() -> None:
         late.look(ranks.readers, 0)
         seen = looks(late, ranks.readers, BOUND + 1)
     assert [one for one in seen if one.over]
+
+
+def test_idle_time_before_a_command_is_nobodys_delay() -> None:
+    """The wait for a command that may take for ever does not count as a wait for the ranks that come after it."""
+    with job(3) as ranks:
+        ranks.submit(1, COMMAND)
+        late = Late()
+        late.look(ranks.readers, 0)
+        assert not [one for one in looks(late, ranks.readers, 10 * BOUND, 1) if one.warn or one.over]
+        ranks.submit(0, replace(COMMAND, waits_for_ever=False))
+        seen = looks(late, ranks.readers, FIRST_WARNING - 1)
+    assert seen and seen[-1].seconds == FIRST_WARNING - 1 and not [one for one in seen if one.warn or one.over]
+
+
+def exchange(ranks: Job, first: int, count: int) -> None:
+    """Two ranks send to one another and receive, as often as `count` says."""
+    for number in range(first, first + count):
+        for rank in range(2):
+            for kind in ("send", "recv"):
+                one = Operation(kind, 8, DType.FLOAT32, peer=1 - rank, site="app/train.py:5")
+                ranks.recorders[rank].write(one, number)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_pairs_that_the_ring_has_lost_are_nobodys_delay(order: tuple[int, int]) -> None:
+    """Bursts that are longer than the ring, seen in parts, leave no send or receive that waits."""
+    with job(2) as ranks:
+        pairs, seen = Pairs(), 0
+        for turn in range(5):
+            exchange(ranks, 1 + turn * 2 * PAIRS, 2 * PAIRS)
+            assert pairs.read({rank: ranks.readers[rank] for rank in order[: 1 + turn % 2]}) is None
+            seen += len(pairs.look(1))
+        assert pairs.read(ranks.readers) is None
+        assert seen and pairs.look(10 * BOUND) == []
+        ranks.recorders[0].write(Operation("send", 8, DType.FLOAT32, peer=1, site="app/train.py:6"), 10 * PAIRS + 1)
+        assert pairs.read(ranks.readers) is None
+        (waiting,) = pairs.look(FIRST_WARNING)
+    assert waiting.absent == (1,) and waiting.warn and waiting.entry.site == "app/train.py:6"
+
+
+def test_pair_that_does_not_fit_is_told() -> None:
+    """A receive of another count than the send is a mismatch of these two, whichever comes first."""
+    with job(3) as ranks:
+        pairs = Pairs()
+        ranks.recorders[2].write(Operation("recv", 8, DType.FLOAT32, peer=0), 1)
+        ranks.recorders[0].write(Operation("send", 9, DType.FLOAT32, peer=2), 1)
+        found = pairs.read(ranks.readers)
+    assert found is not None and set(found) == {0, 2} and "send and recv #1" in mismatch(found).text
