@@ -191,7 +191,7 @@ SABOTAGE = {
     "order, one bit": ("order", "spoiled('all_reduce', nudge)", {0, 1}),
     "two numbers a collective": ("sequence", "patched('all_reduce', twice)", {0, 1}),
     "strided arrays taken": ("refusals", "patched('broadcast', straight)", {0, 1}),
-    "another stream": ("producer_stream", "patched('_stream', elsewhere)", {0, 1}),
+    "another stream": ("producer_stream", "patched('_streams', elsewhere)", {0, 1}),
     "own stream that does not wait": ("producer_stream", "patched('_on_own_stream', no_order, NcclPlane)", {0, 1}),
     "host that waits": ("producer_stream", "patched('all_reduce', waiting)", {0, 1}),
     "kernel that is not launched": (
@@ -288,7 +288,7 @@ def straight(self, buffer, root=0, original=Communicator.broadcast, **how):
     original(self, buffer, root, **how)
 
 def elsewhere(self, kind, stream, buffers):
-    return self._plane.stream
+    return self._plane.stream, ()
 
 def no_order(self, operations):
     return contextlib.nullcontext()
