@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from helpers import processes
 from helpers.watch import FolderWatch
@@ -97,9 +97,12 @@ def clean_environment() -> dict[str, str]:
 class Job:
     """A running job. Use it in a ``with``: leaving the block ends whatever is left of it."""
 
+    _open: ClassVar[set[str]] = set()
+
     def __init__(self, launcher: Sequence[str], plan: Plan, env: Mapping[str, str]) -> None:
         self.plan = plan
         self.id = uuid.uuid4().hex
+        self._open.add(self.id)
         self._before = processes.listing()
         self.folder = Path(tempfile.mkdtemp(prefix=processes.FOLDER_PREFIX, dir="/tmp"))
         for name in ("home", "tmp", "cwd"):
@@ -131,6 +134,7 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        self._open.discard(self.id)
         processes.sweep(processes.left_behind(self._before))
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -195,7 +199,9 @@ class Job:
         self.kill()
         files = [*map(str, sorted((self.folder / "tmp").iterdir())), *processes.left_behind(self._before)]
         unforgiven = processes.sweep(files)
-        left += files if result.rc == 0 and processes.alone() else unforgiven
+        # A job beside this one has files of its MPI there now.
+        alone = processes.alone() and self._open == {self.id}
+        left += files if result.rc == 0 and alone else unforgiven
         if left:
             raise JobFailure("the job left behind:\n  " + "\n  ".join(left) + f"\n{result.text}")
 
