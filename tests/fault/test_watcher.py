@@ -436,7 +436,9 @@ say("reconnected .")
 def start():
     return comm
 """
-    with start_job(3, HEAD + listening + again + LOOP, **RECOVERY, timeout=60) as job:
+    # The first to hear must not end the job before the last has.
+    stay = "threading.Event().wait(3)\n" if listening else ""
+    with start_job(3, HEAD + listening + again + LOOP + stay, **RECOVERY, timeout=60) as job:
         for rank in range(3):
             job.wait_for("reconnected .", rank)
         go_on(job, range(3))
@@ -446,8 +448,8 @@ def start():
     assert "no mismatch" not in result.text, result.text
     for when, text in told:
         assert text.startswith("PeerLostError (1,)") and "was killed by SIGKILL" in text, result.text
-        # Where listening is slow, the notices of earlier failures are heard one after another first.
-        assert SITE.search(text) and when - at <= (_WITHIN if listening else _SOON), (when - at, result.text)
+        # Notices of earlier failures may have to be heard first; how soon a death is told is tested by itself.
+        assert SITE.search(text) and when - at <= _WITHIN, (when - at, result.text)
 
 
 def test_death_after_a_failure_that_all_survived() -> None:
