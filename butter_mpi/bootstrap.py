@@ -390,21 +390,19 @@ class _Start:
         return {"who": self._who, "deadline": self._settings.collective_deadline, "on_poison": self._poisoned}
 
     def _poisoned(self, plane: Plane) -> None:
-        ENDING.broken(plane)
-        cause = plane.health.cause
-        if self._settings.action == "abort" and cause is not None:
-            say(cause.message)
-            say(f"{self._who}: ending the job (action abort)")
-            abort_job(plane.exit_status)
+        self._follow_policy(plane, "the job", lambda: abort_job(plane.exit_status))
 
     def _verdict(self, plane: Plane) -> None:
         """Do what the policy says, in the thread that listens to the watcher, which must not call MPI."""
+        self._follow_policy(plane, "this process, and with it the job", lambda: ENDING.end_process(1))
+
+    def _follow_policy(self, plane: Plane, what: str, end: Callable[[], NoReturn]) -> None:
         ENDING.broken(plane)
         cause = plane.health.cause
         if self._settings.action == "abort" and cause is not None:
             say(cause.message)
-            say(f"{self._who}: ending this process, and with it the job (action abort)")
-            ENDING.end_process(1)
+            say(f"{self._who}: ending {what} (action abort)")
+            end()
 
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
         ENDING.watch(plane)

@@ -70,6 +70,16 @@ class Entry(NamedTuple):
         """The element type."""
         return _name(DTYPES, self.signature >> 8 & 0xFF)
 
+    @property
+    def paired(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.kind in ("send", "recv")
+
+    @property
+    def phase(self) -> str:
+        """Where an error of it happened."""
+        return "send/recv" if self.paired else "collective"
+
     def text(self) -> str:
         """Return it as people read it, as ``collectives.describe`` writes it."""
         facts = f"{self.dtype} x {self.elements}"

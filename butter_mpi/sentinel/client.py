@@ -26,6 +26,7 @@ from butter_mpi.control import Pause, Watch
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Recorder
 from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.process import Process
 
 __all__ = ["WATCHED", "Offer", "Sentinel", "node_key"]
@@ -294,9 +295,8 @@ class Sentinel:
         if judged:
             messages.send(self._socket, "judge")
         with self._lock:
-            self._on_notice, notice = on_notice, self._notices.get(self._epoch)
-            if notice is not None:
-                on_notice(notice)
+            self._on_notice = on_notice
+            self.repeat()
 
     def repeat(self) -> None:
         """Hand over again what came of this epoch while the communicator was still being made anew."""
@@ -372,8 +372,7 @@ class Sentinel:
 
     def tell_of(self, text: str) -> None:
         """Tell every other rank that this one failed in the start, where no communicator says so."""
-        facts = {"error": "PeerLostError", "lost": [self._rank], "text": text, "n": None, "operation": ""}
-        self.tell({**facts, "phase": "start", "elapsed": 0.0, "records": {}})
+        self.tell(Verdict("PeerLostError", (self._rank,), text, phase="start").notice())
 
     def resume(self, sequence: int, pairs: int) -> None:
         """Go on after a failure that all ranks survived, from the numbers that they agreed on."""
@@ -387,7 +386,7 @@ class Sentinel:
         if not self._left:
             self._left = True
             messages.send(self._socket, "bye")
-            # Wakes the listening thread, which closes what it listens to.
+            # Wakes the listening thread.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._reap()
@@ -403,10 +402,5 @@ class Sentinel:
 
 
 def _lost_watcher(how: str) -> dict[str, Any]:
-    return {
-        "error": "PeerLostError",
-        "text": f"the watcher of this node {how}: other ranks are no longer seen, so nothing more is taken",
-        "lost": [],
-        "phase": "watcher",
-        "here": True,
-    }
+    text = f"the watcher of this node {how}: other ranks are no longer seen, so nothing more is taken"
+    return Verdict("PeerLostError", (), text, phase="watcher").notice()

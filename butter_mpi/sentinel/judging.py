@@ -104,9 +104,8 @@ def mismatch(found: Mapping[int, Entry]) -> Verdict:
     for rank, text in records.items():
         groups.setdefault(text, []).append(rank)
     first = next(iter(found.values()))
-    paired = first.kind in ("send", "recv")
-    what = f"as send and recv #{first.number}" if paired else f"as number {first.number}"
-    same = not paired and len({(entry.signature, entry.elements) for entry in found.values()}) == 1
+    what = f"as send and recv #{first.number}" if first.paired else f"as number {first.number}"
+    same = not first.paired and len({(entry.signature, entry.elements) for entry in found.values()}) == 1
     if same:
         what = f"somewhere before number {first.number}; the records of that are overwritten"
     lines = "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in groups.items() if not same)
@@ -118,7 +117,7 @@ def mismatch(found: Mapping[int, Entry]) -> Verdict:
         n=first.number,
         operation=first.kind,
         records=records,
-        phase="send/recv" if paired else "collective",
+        phase=first.phase,
     )
 
 

@@ -336,7 +336,7 @@ class Watcher:
             n=entry.number,
             operation=entry.kind,
             elapsed=waiting.seconds,
-            phase="send/recv" if entry.kind in ("send", "recv") else "collective",
+            phase=entry.phase,
         )
 
     def _resume(self, rank: Rank, sequence: int, pairs: int, epoch: int) -> None:
