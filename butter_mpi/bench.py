@@ -55,6 +55,7 @@ def _check(comm: Communicator, device: Device, array: _Array, stream: int) -> No
     comm.all_reduce(array, stream=stream)
     device.copy(ctypes.addressof(host), array.pointer, ctypes.sizeof(host), stream)
     _wait(device, stream)
+    comm.check_async_error()
     if list(host) != [float(comm.world_size)] * _COUNT:
         raise ButterError(f"all_reduce of ones gave {list(host)}, expected {comm.world_size} everywhere")
 

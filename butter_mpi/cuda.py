@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from butter_mpi.errors import CUDAError
 from butter_mpi.findings import quoted
 
-__all__ = ["NO_DRIVER", "call", "device_absent", "devices", "load_driver", "pick_device"]
+__all__ = ["NO_DRIVER", "call", "device_absent", "devices", "load_driver", "ordinal_of", "pick_device"]
 
 NO_DRIVER = -2
 """The code of an error that no driver gave, because there is none."""
 
+_DEVICE_ORDINAL = 9
 _STUB_LIBRARY, _NO_DEVICE, _INVALID_DEVICE = 34, 100, 101
 _INSTALL = 'install the NVIDIA driver, or run without a GPU: plane="host", BUTTER_MPI_PLANE=host or --plane host'
 
@@ -35,6 +37,11 @@ def device_absent(error: CUDAError) -> bool:
     return error.code in (NO_DRIVER, _STUB_LIBRARY, _NO_DEVICE)
 
 
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def load_driver() -> Any:
     """Return cuda-python's module of the driver API, after looking whether there is a driver.
 
@@ -49,7 +56,7 @@ def load_driver() -> Any:
         There is no driver, with the code :data:`NO_DRIVER`.
     """
     try:
-        ctypes.CDLL("libcuda.so.1")
+        _library()
     except OSError as error:
         text = f"no CUDA driver: the loader says {error}; {_INSTALL}"
         raise CUDAError(text, call="dlopen", code=NO_DRIVER) from None
@@ -81,10 +88,42 @@ def call(driver: Any, name: str, *arguments: Any) -> Any:
         It failed; the message has its name and the code's.
     """
     status, *values = getattr(driver, name)(*arguments)
+    _check(name, status)
+    return values[0] if values else None
+
+
+def _check(name: str, status: Any) -> None:
     if int(status) != 0:
         text = f"CUDA driver call {name} failed with {status.name} ({int(status)})"
         raise CUDAError(text, call=name, code=int(status))
-    return values[0] if values else None
+
+
+def ordinal_of(driver: Any, pointer: int) -> int:
+    """Return the ordinal of the device whose memory is at `pointer` (``cuPointerGetAttribute``).
+
+    By ctypes: cuda-bindings 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2 answer 0 for every device (their issue 2928).
+
+    Parameters
+    ----------
+    driver : module
+        From :func:`load_driver`.
+    pointer : int
+        Device memory; a context is current.
+
+    Returns
+    -------
+    int
+        The ordinal among the visible devices.
+
+    Raises
+    ------
+    CUDAError
+        The driver does not know the memory, or fails.
+    """
+    ordinal, name = ctypes.c_int(), "cuPointerGetAttribute"
+    status = getattr(_library(), name)(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(pointer))
+    _check(name, driver.CUresult(status))
+    return ordinal.value
 
 
 def _text(raw: bytes) -> str:

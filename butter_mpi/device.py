@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar
 
-from butter_mpi.cuda import call, load_driver
+from butter_mpi.cuda import call, load_driver, ordinal_of
 from butter_mpi.errors import CUDAError
 
 __all__ = ["LEGACY_STREAMS", "Device", "same_stream"]
@@ -265,13 +265,12 @@ class Device:
         ValueError
             Another context is current.
         """
-        attributes = self._driver.CUpointer_attribute
+        memory_type = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         self.enter()
         try:
-            kind = int(self.call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer))
-            if kind == _HOST_MEMORY:
+            if int(self.call("cuPointerGetAttribute", memory_type, pointer)) == _HOST_MEMORY:
                 return None
-            return int(self.call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer))
+            return ordinal_of(self._driver, pointer)
         except CUDAError as error:
             if error.code == _INVALID_VALUE:
                 return None

@@ -83,6 +83,7 @@ def test_no_driver_is_absence(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
+    cuda._library.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     with pytest.raises(
         CUDAError, match=r"no CUDA driver: the loader says libcuda\.so\.1: .*BUTTER_MPI_PLANE=host"

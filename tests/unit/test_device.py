@@ -140,6 +140,20 @@ def test_whose_memory(standin: Standin) -> None:
     assert run(standin, code) == [0, 1, None, None, None]
 
 
+def test_whose_memory_where_the_bindings_do_not_know(standin: Standin) -> None:
+    """Bindings that answer 0 whatever the device are not asked: memory of a rank's second device is told all the same.
+
+    So do cuda-bindings 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2, and on two GPUs rank 1 was refused its own memory.
+    """
+    code = """
+    real, ordinal = driver.cuPointerGetAttribute, driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    driver.cuPointerGetAttribute = lambda asked, p: (real(asked, p)[0], 0) if asked == ordinal else real(asked, p)
+    device = Device.of(1)
+    print(json.dumps(device.owner(device.alloc(64))))
+    """
+    assert run(standin, code) == 1
+
+
 def test_streams_events_and_copies(standin: Standin) -> None:
     """Readiness is asked without waiting, an event carries the order, nothing is done for no bytes."""
     code = """
