@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import re
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ __all__ = ["main"]
 _COUNT = 16
 _CALLS, _ROUNDS = 500, 9
 _SECONDS = 30.0
+_OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
 
 
 class _Array:
@@ -129,9 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ButterError as error:
         # A refusal is the same on every rank, and once is enough.
         if not read_launch(c_environment()).claimed_rank:
-            sys.stderr.write(f"butter_mpi.bench: {error}\n")
+            sys.stderr.write(f"butter_mpi.bench: {_fitting(str(error))}\n")
         return 3
     return 0
+
+
+def _fitting(text: str) -> str:
+    """Return what refused the start, without the way round it that this command has not: another plane."""
+    fitting = _OTHER_PLANE.sub("", text)
+    return fitting if fitting == text else f"{fitting}\n  The benchmark measures NCCL's calls, so it needs GPUs"
 
 
 if __name__ == "__main__":

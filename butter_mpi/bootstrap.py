@@ -353,7 +353,7 @@ class _Start:
     def _sentinel(self, control: Control) -> Sentinel | None:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
-        offer = Offer(settings.watch, settings.collective_deadline, settings.verdict_file)
+        offer = Offer(settings.watch, settings.collective_deadline, settings.verdict_file or "")
         every = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers")
         if any(json.loads(one)["watch"] == "off" for one in every):
             # Where they differ, preflight says so.
@@ -366,7 +366,7 @@ class _Start:
             who=self._who,
             start_deadline=settings.start_deadline,
             frozen=settings.watch == "on",
-            file=settings.verdict_file,
+            file=settings.verdict_file or "",
         )
 
     def _nccl(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:

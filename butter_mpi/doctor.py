@@ -22,7 +22,9 @@ from butter_mpi.environment import c_environment, effective_nccl, kept_value
 from butter_mpi.launch import LaunchInfo, forwarding, outside_any_step, read_launch, srun_line
 from butter_mpi.mpi_facts import mpi_facts
 from butter_mpi.policy import POLICY, check_policy
-from butter_mpi.selftest.console import ask_for, sound_streams
+from butter_mpi.selftest.console import ask_for, printable, sound_streams
+from butter_mpi.sentinel.needs import needs
+from butter_mpi.settings import Settings, own_variable
 
 __all__ = ["examine", "main", "render"]
 
@@ -30,6 +32,7 @@ Section = dict[str, Any]
 
 _UNWRITTEN, _USAGE = 1, 2
 _SHORT_SHM = 1 << 30
+_UNWATCHED = "every start is refused, but with BUTTER_MPI_WATCH=off, where lost ranks are found at deadlines only"
 _NCCL_CODE = """
 import json
 from butter_mpi.environment import c_environment
@@ -86,6 +89,28 @@ def _where(info: LaunchInfo) -> str:
     if not info.in_allocation:
         return "outside any Slurm allocation"
     return "inside a step" if info.in_step else "inside an allocation, outside any step"
+
+
+def _own_variables(env: Mapping[str, str]) -> Section:
+    found: Section = {name: printable(value) for name, value in sorted(env.items()) if own_variable(name)}
+    if not found:
+        found["none is set"] = "every setting has its default, where the program gives no other"
+    try:
+        Settings.resolve(env)
+    except ValueError as error:
+        found["warnings"] = [f"every start is refused: {error}"]
+    return found
+
+
+def _watcher() -> Section:
+    needed = needs()
+    found: Section = {what: f"no: {reason}" if reason else "yes" for what, reason in needed.items()}
+    lacking = [what for what, reason in needed.items() if reason]
+    found["ptrace scope"] = machine.ptrace_scope()
+    found["PID namespace"] = machine.pid_namespace()
+    if lacking:
+        found["warnings"] = [f"the watcher cannot run here without {', '.join(lacking)}: {_UNWATCHED}"]
+    return found
 
 
 def _nccl_environment(env: Mapping[str, str], info: LaunchInfo) -> Section:
@@ -174,6 +199,8 @@ def examine() -> dict[str, Section]:
     add("MPI", lambda: mpi_facts(info))
     add("launcher", lambda: _launch(info))
     add("Slurm and PMI", lambda: _slurm(env, info, page["MPI"].get("library", "")))
+    add("butter_mpi variables", lambda: _own_variables(env))
+    add("watcher", _watcher)
     add("NCCL variables", lambda: _nccl_environment(env, info))
     add("libnccl", _libnccl)
     add("CUDA devices", lambda: _cuda(env))

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["infiniband", "interfaces", "nccl_interfaces", "remove_ipc", "shared_memory"]
+__all__ = [
+    "infiniband",
+    "interfaces",
+    "nccl_interfaces",
+    "pid_namespace",
+    "ptrace_scope",
+    "remove_ipc",
+    "shared_memory",
+]
 
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
@@ -20,6 +28,7 @@ _LOOPBACK_6 = "::1"
 _AUTOMATIC = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 _LOGIND_FILES = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
 _SYSTEM_USERS_END = 1000
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 
 def _answer(request: int, name: str) -> bytes | None:
@@ -174,3 +183,44 @@ def remove_ipc(
     if user < _SYSTEM_USERS_END:
         return False, f"RemoveIPC={value} ({source}), but user {user} is a system user"
     return True, f"RemoveIPC={value} ({source})"
+
+
+def ptrace_scope(file: str = "/proc/sys/kernel/yama/ptrace_scope") -> str:
+    """Return what one process may do with another of the same user, as far as the watcher's verdicts depend on it.
+
+    Parameters
+    ----------
+    file : str
+        Where the kernel's security module tells it.
+
+    Returns
+    -------
+    str
+        The value, and what it means for verdicts.
+    """
+    try:
+        value = Path(file).read_text().strip()
+    except OSError:
+        return "not restricted (no Yama)"
+    if value == "0":
+        return "0: not restricted"
+    return f"{value}: verdicts reach a rank's standard error where it is a file, pipe or terminal, but no socket"
+
+
+def pid_namespace(file: str = "/proc/self/ns/pid") -> str:
+    """Return whether this process sees every process of the machine.
+
+    Parameters
+    ----------
+    file : str
+        The kernel's name of its PID namespace.
+
+    Returns
+    -------
+    str
+        The answer in words: a watcher sees ranks of its own PID namespace only.
+    """
+    name = os.readlink(file)
+    if name == _FIRST_PID_NAMESPACE:
+        return "the machine's own"
+    return f"{name}, a container's own: ranks in another container have a watcher of their own, which sees them alone"

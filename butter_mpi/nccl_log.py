@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping
 from types import TracebackType
 
+from butter_mpi.descriptors import memory_file
 from butter_mpi.environment import SYSTEM_FILE, c_environment, effective_nccl, set_c
 from butter_mpi.findings import quoted
 from butter_mpi.transport import Connections, read_log
@@ -142,8 +143,8 @@ class _Memory(_File):
     )
 
     def __init__(self) -> None:
-        self._log = os.memfd_create("butter_mpi-nccl-log")
-        self._nothing = os.memfd_create("butter_mpi-no-log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._log = memory_file("butter_mpi-nccl-log")
+        self._nothing = memory_file("butter_mpi-no-log")
         fcntl.fcntl(self._nothing, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
         self._lent: int | None = None
         super().__init__(f"/proc/self/fd/{self._log}")

@@ -5,9 +5,10 @@ holds its descriptor too. The rank writes, the watcher reads, and writes one wor
 record's number is cleared first and stored last, so a reader that finds the same number before and after has read a
 whole record, and nobody is accused on one reading.
 
-Collectives are in one ring, number ``n`` in slot ``n % COLLECTIVES``; sends and receives in another, by position. Each
-collective carries a hash of all signatures up to it: two ranks agree up to ``n`` exactly if their hashes at ``n``
-agree, however much the rings have lost meanwhile.
+Collectives are in one ring, number ``n`` in slot ``n % COLLECTIVES``; sends and receives in another, by position; what
+ranks exchange over the control plane in a third, the newest two, by count. Each collective carries a hash of all
+signatures up to it: two ranks agree up to ``n`` exactly if their hashes at ``n`` agree, however much the rings have
+lost meanwhile.
 
 The watcher imports this without the rest of the package: the standard library only, and little of it.
 """
@@ -21,22 +22,31 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from butter_mpi.descriptors import beyond_standard, memory_file
+
 if TYPE_CHECKING:
     from butter_mpi.collectives import Operation
 
-__all__ = ["COLLECTIVES", "DTYPES", "KINDS", "OPS", "PAIRS", "SIZE", "Entry", "Reader", "Recorder"]
+__all__ = ["COLLECTIVES", "DTYPES", "EXCHANGES", "KINDS", "OPS", "PAIRS", "SIZE", "Entry", "Reader", "Recorder"]
 
 COLLECTIVES, PAIRS, SITES = 4096, 1024, 256
 _HEADER, _RECORD, _TEXT = 64, 64, 256
 _PAIRS_AT = _HEADER + COLLECTIVES * _RECORD
 _SITES_AT = _PAIRS_AT + PAIRS * _RECORD
-SIZE = _SITES_AT + SITES * _TEXT
+_EXCHANGES_AT = _SITES_AT + SITES * _TEXT
+# One that is being written leaves the one before it to be read.
+_EXCHANGES_KEPT = 2
+_EXCHANGES_OF_AN_EPOCH = 1 << 32
+SIZE = _EXCHANGES_AT + _EXCHANGES_KEPT * _RECORD
 
 # By number, as NCCL counts them; a test holds these against the enums.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "recv")
 DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 float8_e4m3fn float8_e5m2".split()
 OPS = ("sum", "prod", "max", "min", "avg")
+# What ranks do together over the control plane: it moves no data and takes no number.
+EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect")
 
+_JSON = "json"
 _NONE = 0xFF
 _NO_ROOT = 0xFFFFFFFF
 _MASK = 2**64 - 1
@@ -44,6 +54,8 @@ _ODD = 0x9E3779B97F4A7C15
 _WORD = struct.Struct("=Q")
 # time ns, chain (or peer and number), signature, count, site, bound ms, stream, number
 _WHOLE = struct.Struct("=8Q").pack_into
+# time ns, number of the collective before it, signature, 0, site, 0, 0, count
+_EXCHANGE = struct.Struct("=8Q").pack_into
 _SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
 _BEAT, _POSITION = 0, 8
 
@@ -63,12 +75,12 @@ class Entry(NamedTuple):
     @property
     def kind(self) -> str:
         """The operation."""
-        return _name(KINDS, self.signature & 0xFF)
+        return _name(KINDS + EXCHANGES, self.signature & 0xFF)
 
     @property
     def dtype(self) -> str:
         """The element type."""
-        return _name(DTYPES, self.signature >> 8 & 0xFF)
+        return _name([*DTYPES, _JSON], self.signature >> 8 & 0xFF)
 
     @property
     def paired(self) -> bool:
@@ -103,13 +115,14 @@ class Recorder:
     """
 
     def __init__(self, deadline: float) -> None:
-        self.fd = os.memfd_create("butter_mpi-recorder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = memory_file("butter_mpi-recorder")
         os.ftruncate(self.fd, SIZE)
         # A file that shrank under the reader's feet would kill the reader with SIGBUS.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._map = mmap.mmap(self.fd, SIZE)
+        with beyond_standard():
+            self._map = mmap.mmap(self.fd, SIZE)
         self._bound = max(1, int(deadline * 1000))
-        self._chain = self._position = 0
+        self._chain = self._position = self._exchanged = 0
         self._signatures: dict[tuple[Any, ...], int] = {}
         self._sites: dict[str, int] = {}
         self._next_site = 0
@@ -149,9 +162,30 @@ class Recorder:
         # One call, which clears all words and then stores them in this order.
         _WHOLE(self._map, at, time.monotonic_ns(), link, signature, count, place, bound, operation.stream, stamp)
 
+    def exchange(self, kind: str, number: int, site: str) -> None:
+        """Write that this rank comes to an exchange over the control plane, which ends when every rank has.
+
+        Parameters
+        ----------
+        kind : str
+            One of :data:`EXCHANGES`.
+        number : int
+            The collective that it comes after.
+        site : str
+            Its call site.
+        """
+        self._exchanged = count = self._exchanged + 1
+        signature = (len(KINDS) + EXCHANGES.index(kind)) | len(DTYPES) << 8 | _NONE << 16 | _NO_ROOT << 32
+        place = self._sites.get(site) or self._new_site(site)
+        at = _EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD
+        _EXCHANGE(self._map, at, time.monotonic_ns(), number, signature, 0, place, 0, 0, count)
+
     def begin_at(self, sequence: int) -> None:
         """Go on after `sequence`, which all ranks have agreed on: what came before is not compared any more."""
         self._chain = sequence
+        # What failed may have been an exchange that some had come to: all go on from a count that nobody has reached.
+        self._exchanged |= _EXCHANGES_OF_AN_EPOCH - 1
+        self.exchange("attempt_reconnect", sequence, "?")
 
     def _new_site(self, text: str) -> int:
         self._next_site += 1
@@ -235,6 +269,13 @@ class Reader:
     def pairs(self) -> int:
         """Return the position of the newest send or receive; 0: none yet."""
         return int(self._words[_POSITION // 8])
+
+    def exchange(self) -> tuple[int, Entry | None]:
+        """Return how many exchanges over the control plane the rank has come to, and the newest of them."""
+        words = self._words[_EXCHANGES_AT // 8 + 7 : SIZE // 8 : _RECORD // 8]
+        count = max(words.tolist())
+        entry = self._entry(_EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD, count) if count else None
+        return count, entry and entry._replace(number=entry.chain)
 
     def oldest(self) -> int:
         """Return the number of the oldest collective that is not in danger of being overwritten while it is read."""

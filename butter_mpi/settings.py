@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["CHECKS", "PLANES", "TRANSPORTS", "WATCHES", "FaultPolicy", "Settings", "shown"]
+__all__ = ["CHECKS", "PLANES", "TRANSPORTS", "WATCHES", "FaultPolicy", "Settings", "own_variable", "shown"]
 
 PLANES = ("auto", "nccl", "host")
 CHECKS = ("light", "strict")
 WATCHES = ("on", "debugger", "off")
 TRANSPORTS = ("P2P", "SHM", "NET/IB", "NET/Socket")
 _LONGEST_SHOWN = 120
+_PREFIX, _OF_TESTS = "BUTTER_MPI_", "BUTTER_MPI_TEST_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -36,6 +37,22 @@ def shown(value: Any) -> str:
     except Exception:
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
+def own_variable(name: str) -> bool:
+    """Return whether a variable is taken for a setting of butter_mpi.
+
+    Parameters
+    ----------
+    name : str
+        Its name.
+
+    Returns
+    -------
+    bool
+        Whether a start reads it, or refuses it.
+    """
+    return name.startswith(_PREFIX) and not name.startswith(_OF_TESTS)
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
@@ -62,11 +79,11 @@ def _flag(name: str, value: Any) -> bool:
     raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE)}; got {shown(value)}")
 
 
-def _path(name: str, value: Any) -> str:
+def _path(name: str, value: Any) -> str | None:
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or "\0" in path:
         raise ValueError(f"{name} must be a path; got {shown(value)}")
-    return path
+    return path or None
 
 
 def _transport(name: str, value: Any) -> str | None:
@@ -120,7 +137,7 @@ class Settings:
     collective_deadline: float = 120.0
     action: str = "raise"
     watch: str = "on"
-    verdict_file: str = ""
+    verdict_file: str | None = None
 
     @classmethod
     def resolve(cls, env: Mapping[str, str], fault: FaultPolicy | None = None, **arguments: Any) -> Settings:
@@ -162,10 +179,9 @@ class Settings:
             "watch": lambda n, v: _choice(n, v, WATCHES),
             "verdict_file": _path,
         }
-        prefix = "BUTTER_MPI_"
-        known = {prefix + f.name.upper() for f in fields(cls)}
+        known = {_PREFIX + f.name.upper() for f in fields(cls)}
         for name in sorted(env):
-            if name.startswith(prefix) and not name.startswith("BUTTER_MPI_TEST_") and name not in known:
+            if own_variable(name) and name not in known:
                 told = shown(name).strip("'")
                 raise ValueError(f"{told} is not a variable of butter_mpi; known are {', '.join(sorted(known))}")
         given = {k: v for k, v in arguments.items() if v is not None}
@@ -173,7 +189,7 @@ class Settings:
             given |= {f.name: getattr(fault, f.name) for f in fields(fault)}
         values = {}
         for name, check in checks.items():
-            variable = prefix + name.upper()
+            variable = _PREFIX + name.upper()
             if env.get(variable):
                 values[name] = check(variable, env[variable])
             if name in given:

@@ -23,7 +23,6 @@ from butter_mpi.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from butter_mpi.findings import ranks_text
 from butter_mpi.nccl_setup import connects_late
 from butter_mpi.planes.issuing import ADDING
 from butter_mpi.planes.joining import Bound
@@ -32,7 +31,7 @@ from butter_mpi.planes.memory import ALIGNMENT
 from butter_mpi.planes.nccl_life import NcclLife
 from butter_mpi.planes.peers import Task
 from butter_mpi.planes.submitting import Numbered
-from butter_mpi.planes.waiting import Waiting
+from butter_mpi.planes.waiting import Waiting, farewells
 
 __all__ = ["NcclPlane"]
 
@@ -170,10 +169,9 @@ class NcclPlane(NcclLife):
         super()._listen()
         gone = self._left_out({"kind": "collective", "n": self.sequence}, None)
         if gone and self.health.cause is None:
-            why = self._control.left[gone[0]]["why"]
             self.poison(
                 PeerLostError(
-                    f"{self.who}: {ranks_text(gone)} left: {why}, and did not come to what this rank has submitted "
+                    f"{self.who}: {farewells(self._control, gone)}, and did not come to what this rank has submitted "
                     f"(collective #{self.sequence})",
                     lost_ranks=tuple(gone),
                     sequence=self.sequence,

@@ -285,7 +285,9 @@ class NcclLife(OnDevice, PeerPlane):
             late = isinstance(error, Overdue)
             kind = CollectiveTimeoutError if late else CommunicatorBrokenError
             raise kind(
-                f"{self.who}: attempt_reconnect: {error}", operation="attempt_reconnect", phase="reconnect"
+                f"{self.who}: attempt_reconnect: {str(error).removeprefix(f'{self.who}: ')}",
+                operation="attempt_reconnect",
+                phase="reconnect",
             ) from error
 
     def native(self) -> tuple[Library, int]:

@@ -13,12 +13,11 @@ import numpy.typing as npt
 from butter_mpi.collectives import Operation
 from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
-from butter_mpi.findings import ranks_text
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.submitting import Numbered
-from butter_mpi.planes.waiting import Waiting, error_from, notice_of
+from butter_mpi.planes.waiting import Waiting, error_from, farewells, notice_of
 from butter_mpi.sentinel.client import Sentinel
 
 __all__ = ["PeerPlane", "Task"]
@@ -189,6 +188,8 @@ class PeerPlane(Plane):
         return [array.view(np.uint8), self._mpi.BYTE]
 
     def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
+        if self._sentinel is not None:
+            self._sentinel.recorder.exchange(record["kind"], record["n"], record["at"])
         meeting = Meeting(self._control, {peer: [record] for peer in self._control.peers})
         gathered: list[bytes] = []
         self._finish([self._when_met(record, meeting, self._gather(payload, gathered))], meeting, record, self.deadline)
@@ -320,10 +321,11 @@ class PeerPlane(Plane):
         while not self._lost() and not watch.tick():
             self._control.pump()
             pause()
-        reasons = self._lost() or {rank: body["why"] for rank, body in self._control.left.items()}
-        gone = sorted(reasons)
+        lost = self._lost()
+        gone = sorted(lost or self._control.left)
+        reasons = "; ".join(lost.values()) or farewells(self._control, gone)
         raise PeerLostError(
-            f"{self.who}: attempt_reconnect: {ranks_text(gone)} left: {reasons[gone[0]]}; every rank must take part",
+            f"{self.who}: attempt_reconnect: {reasons}. Every rank must take part",
             lost_ranks=tuple(gone),
             operation="attempt_reconnect",
             phase="reconnect",

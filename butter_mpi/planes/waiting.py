@@ -9,9 +9,9 @@ from typing import Any
 from butter_mpi import errors
 from butter_mpi.collectives import describe
 from butter_mpi.control import Control, Pause, Watch
-from butter_mpi.findings import ranks_text
+from butter_mpi.sentinel.judging import told_by
 
-__all__ = ["Waiting", "error_from", "notice_of"]
+__all__ = ["Waiting", "error_from", "farewells", "notice_of"]
 
 _LOG = logging.getLogger("butter_mpi")
 _FIRST_WARNING = 5.0
@@ -45,9 +45,15 @@ def error_from(who: str, peer: int, notice: Mapping[str, Any]) -> errors.Communi
         "records": {int(rank): text for rank, text in notice.get("records", {}).items()},
     }
     known = {name: facts[name] for name in facts if name in kind.FACTS}
-    source = "" if notice.get("here") else f"told by rank {peer}: "
-    error: errors.CommunicatorBrokenError = kind(f"{who}: {source}{notice['text']}", **known)
+    text = notice["text"] if notice.get("here") else told_by(peer, notice["text"])
+    # What the watcher says of this very rank begins with its name.
+    error: errors.CommunicatorBrokenError = kind(text if text.startswith(who) else f"{who}: {text}", **known)
     return error
+
+
+def farewells(control: Control, gone: Sequence[int]) -> str:
+    """Return who has left, and after which operation."""
+    return "; ".join(f"rank {peer} {control.left[peer]['why']}" for peer in gone)
 
 
 class Waiting:
@@ -164,10 +170,9 @@ class Waiting:
             self._pause()
 
     def _lost(self, record: Mapping[str, Any], gone: Sequence[int]) -> errors.PeerLostError:
-        reasons = "; ".join(f"rank {p} {self._control.left[p]['why']}" for p in gone)
         return errors.PeerLostError(
-            f"{self.text(record)}: {ranks_text(gone)} left: {reasons}. Every rank must submit the same operations "
-            "before one closes",
+            f"{self.text(record)}: {farewells(self._control, gone)}. Every rank must submit the same operations before "
+            "one closes",
             **self.facts(record, gone),
         )
 

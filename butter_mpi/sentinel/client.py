@@ -15,18 +15,19 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from butter_mpi.control import Pause, Watch
+from butter_mpi.descriptors import local_socket, memory_file
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Recorder
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.judging import Verdict
+from butter_mpi.sentinel.needs import STARTED_BY, command, needs, why
 from butter_mpi.sentinel.process import Process
 
 __all__ = ["WATCHED", "Offer", "Sentinel", "node_key"]
@@ -77,25 +78,30 @@ class Offer:
     """
 
     def __init__(self, watch: str, deadline: float, file: str = "") -> None:
-        self.watch, self.failure = watch, ""
+        self.watch, self._node = watch, ""
         self.secret = secrets.token_hex(_SECRET_BYTES)
         self._ends = contextlib.ExitStack()
+        lacking = {} if watch == "off" else needs()
+        # One rank of a node starts the watcher: one that can.
+        self._unable = lacking.pop(STARTED_BY, "")
+        self.failure = "; ".join(f"{what}: {reason}" for what, reason in lacking.items() if reason)
+        if watch == "off" or self.failure:
+            return
         try:
             self.recorder = Recorder(deadline)
             self._ends.callback(self.recorder.close)
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            self.socket = local_socket()
             self._ends.callback(self.socket.close)
             self.socket.bind(_address(self.secret))
             self.socket.listen(4096)
             self._node = node_key()
             _check_appendable(file)
         except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            self.failure, self._node = f"{where}{error.strerror or error}", ""
+            self.failure, self._node = why(error), ""
 
     def payload(self) -> bytes:
         """Return what every rank must know."""
-        facts = {"node": self._node, "secret": self.secret, "pid": os.getpid()}
+        facts = {"node": self._node, "secret": self.secret, "pid": os.getpid(), "unable": self._unable}
         return json.dumps({**facts, "watch": self.watch, "failure": self.failure}).encode()
 
     def taken(self) -> Recorder:
@@ -107,6 +113,14 @@ class Offer:
     def close(self) -> None:
         """Give everything back."""
         self._ends.close()
+
+
+def _leaders(said: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the rank of each node that starts its watcher: the first, or the first that is able to."""
+    leaders: dict[str, int] = {}
+    for number in sorted(range(len(said)), key=lambda one: bool(said[one]["unable"])):
+        leaders.setdefault(said[number]["node"], number)
+    return leaders
 
 
 def _check_appendable(file: str) -> None:
@@ -175,25 +189,29 @@ class Sentinel:
         self._left = False
         self._watcher = 0
         self._starter: subprocess.Popen[bytes] | None = None
+        self._said: int | None = None
         self.gone: dict[int, str] = {}
         self.lost = False
         said = [json.loads(one) for one in offers]
         failed = [(number, one["failure"]) for number, one in enumerate(said) if one["failure"]]
+        leaders = _leaders(said)
+        failed = failed or [(number, said[number]["unable"]) for number in leaders.values() if said[number]["unable"]]
         if failed:
             offer.close()
             reasons = "; ".join(f"rank {number}: {why}" for number, why in failed)
             raise StartError(f"{who}: start: no watcher can be set up ({reasons}); {_OFF}", phase="watcher")
         here = {number: one["pid"] for number, one in enumerate(said) if one["node"] == said[rank]["node"]}
-        leader = min(here)
+        leader = leaders[said[rank]["node"]]
         try:
             if leader == rank:
                 self._start(offer, here, len(offers), start_deadline, frozen, file)
             self._join(said[leader]["secret"], offer.recorder)
         except OSError as error:
             offer.close()
+            self._forget_said()
             raise StartError(
                 f"{who}: start: the watcher of this node cannot be {'started' if leader == rank else 'reached'}: "
-                f"{error.strerror or error}; {_OFF}",
+                f"{why(error)}; {_OFF}",
                 phase="watcher",
             ) from None
         self.recorder = offer.taken()
@@ -216,24 +234,23 @@ class Sentinel:
             "frozen": frozen,
             "file": os.path.abspath(file) if file else "",
         }
-        if not sys.executable:
-            raise OSError("this program has no Python interpreter of its own (sys.executable)")
-        script = Path(__file__).with_name("__main__.py")
+        # Nobody else reads what it says where it fails.
+        self._said = memory_file("butter_mpi-watcher-stderr")
         self._starter = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-s", "-B", str(script)],
+            command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=self._said,
             start_new_session=True,
             pass_fds=[listener],
         )
         assert self._starter.stdin is not None
-        # Far less than a pipe holds, so nothing waits here.
-        with self._starter.stdin as pipe:
+        # Far less than a pipe holds, so nothing waits here. One that has ended already is found by its socket.
+        with contextlib.suppress(BrokenPipeError), self._starter.stdin as pipe:
             pipe.write(json.dumps(config).encode())
 
     def _join(self, secret: str, recorder: Recorder) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket = local_socket()
         self._socket.connect(_address(secret))
         hello = messages.pack("hello", rank=self._rank, secret=secret)
         fds = array.array("i", [recorder.fd])
@@ -322,7 +339,7 @@ class Sentinel:
                 message = messages.receive(self._socket)
                 if message is None:
                     if not self._left:
-                        self._lose_watcher("has ended (killed?)")
+                        self._lose_watcher(f"has ended ({self._last_words()})")
                     return
                 self._hear(message)
             if self.recorder.beat() != beat:
@@ -330,6 +347,20 @@ class Sentinel:
             elif stale.tick() and self._watcher and (self._watcher_stopped() or stale.elapsed >= _STARVED):
                 self._lose_watcher(f"has not looked for {stale.elapsed:.1f} s (stopped?)")
                 return
+
+    def _last_words(self) -> str:
+        """Return the last line on the watcher's standard error, which the rank that started it can read."""
+        fd, said = self._said, b""
+        if fd is not None:
+            # Another thread may be leaving.
+            with contextlib.suppress(OSError):
+                said = os.pread(fd, messages.LIMIT, 0)
+        return (said.decode(errors="replace").splitlines() or ["killed?"])[-1]
+
+    def _forget_said(self) -> None:
+        said, self._said = self._said, None
+        if said is not None:
+            os.close(said)
 
     def _lose_watcher(self, how: str) -> None:
         self.lost = True
@@ -393,6 +424,7 @@ class Sentinel:
             if threading.current_thread() is not self._thread:
                 self._thread.join(_LISTEN_SECONDS)
             self._socket.close()
+            self._forget_said()
             self.recorder.close()
 
     def forget(self) -> None:

@@ -11,7 +11,17 @@ from typing import Any
 
 from butter_mpi.recorder import PAIRS, Entry, Reader
 
-__all__ = ["Late", "Pairs", "Verdict", "Waiting", "first_difference", "mismatch", "ranks_text"]
+__all__ = [
+    "Late",
+    "Pairs",
+    "Verdict",
+    "Waiting",
+    "first_difference",
+    "left_out_exchange",
+    "mismatch",
+    "ranks_text",
+    "told_by",
+]
 
 FIRST_WARNING = 5.0
 
@@ -75,6 +85,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def told_by(rank: int, text: str) -> str:
+    """Return what a rank told of its failure, with its name once: such texts begin with it."""
+    return f"told by {text}" if text.startswith(f"rank {rank}/") else f"told by rank {rank}: {text}"
+
+
 def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
     """Return what each rank submitted at the first number at which not all submitted the same, if there is one.
 
@@ -95,6 +110,26 @@ def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
         else:
             found, last = entries, middle - 1
     return found
+
+
+def left_out_exchange(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
+    """Return the exchange over the control plane that some ranks have come to, and what others submitted instead of it.
+
+    An exchange takes no number, but ends only when every rank has come to it. So a rank that has come to fewer, and has
+    submitted a collective that comes after it, has left it out. Whoever is merely behind, or ahead, has not.
+    """
+    # In this order: a rank that comes to the exchange in between, and then submits, is not taken for one that did not.
+    heads = {rank: reader.head() for rank, reader in readers.items()}
+    exchanges = {rank: reader.exchange() for rank, reader in readers.items()}
+    most = max(count for count, _ in exchanges.values())
+    came = {rank: entry for rank, (count, entry) in exchanges.items() if count == most and entry}
+    if not came:
+        return None
+    after = min(entry.number for entry in came.values())
+    ahead = [rank for rank, (count, _) in exchanges.items() if count < most and heads[rank] > after]
+    instead = {rank: readers[rank].collective(max(after + 1, readers[rank].oldest())) for rank in ahead}
+    found = {rank: entry for rank, entry in instead.items() if entry}
+    return {**found, **came} if found else None
 
 
 def mismatch(found: Mapping[int, Entry]) -> Verdict:

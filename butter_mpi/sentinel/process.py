@@ -9,6 +9,8 @@ import os
 import signal
 import struct
 
+from butter_mpi.descriptors import beyond_standard
+
 __all__ = ["Process"]
 
 # PF_EXITING, PF_DUMPCORE, PF_SIGNALED: a large process or a core dump takes long to go, the flags come at once.
@@ -33,8 +35,9 @@ class Process:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
-        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        with beyond_standard():
+            self.pidfd = os.pidfd_open(pid)
+            self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     def _fields(self) -> list[bytes]:
         try:

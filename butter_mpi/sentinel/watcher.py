@@ -26,7 +26,16 @@ from typing import Any
 from butter_mpi.recorder import Entry, Reader
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.crying import cry
-from butter_mpi.sentinel.judging import Late, Pairs, Verdict, Waiting, first_difference, mismatch, ranks_text
+from butter_mpi.sentinel.judging import (
+    Late,
+    Pairs,
+    Verdict,
+    Waiting,
+    first_difference,
+    left_out_exchange,
+    mismatch,
+    told_by,
+)
 from butter_mpi.sentinel.watched import Rank
 
 __all__ = ["Watcher", "main"]
@@ -222,10 +231,10 @@ class Watcher:
             return
         told = {} if said_by is None else {"by": said_by.number, "here": False}
         self._notices[epoch] = notice = {**verdict.notice(), **told}
-        source = "the watcher" if said_by is None else f"told by rank {said_by.number}"
+        said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
         # A mismatch that ranks find themselves is raised on every one of them, and a program may expect it.
         if said_by is None or verdict.error != "CollectiveMismatchError":
-            self._cry(f"butter_mpi: {source}: {verdict.text}\n", said_by)
+            self._cry(f"butter_mpi: {said}\n", said_by)
         for rank in self._ranks.values():
             if rank is not said_by and rank.lives:
                 rank.tell("notice", notice=notice, epoch=epoch)
@@ -291,7 +300,7 @@ class Watcher:
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.judged and rank.reader}
         if len(readers) < 2:
             return
-        found = first_difference(readers)
+        found = first_difference(readers) or left_out_exchange(readers)
         pair = self._pairs.read(readers)
         if pair is not None:
             self._judge(mismatch(pair))
@@ -312,10 +321,9 @@ class Watcher:
     def _judge_late(self, waiting: Waiting) -> None:
         left = tuple(number for number in waiting.absent if self._ranks[number].left)
         if left and waiting.seconds >= _LEFT_GRACE:
-            self._judge(self._overdue("PeerLostError", waiting, left, f"{ranks_text(left)}, which closed before it"))
+            self._judge(self._overdue("PeerLostError", waiting, left, ", closed before it"))
         elif waiting.over:
-            absent = waiting.absent
-            self._judge(self._overdue("CollectiveTimeoutError", waiting, absent, ranks_text(absent)))
+            self._judge(self._overdue("CollectiveTimeoutError", waiting, waiting.absent))
         elif waiting.warn:
             text = f"{waiting.entry.text()}: has waited {waiting.seconds:.0f} s for {self._positions(waiting.absent)}"
             for rank in self._ranks.values():
@@ -325,14 +333,14 @@ class Watcher:
     def _positions(self, numbers: Sequence[int]) -> str:
         return "; ".join(f"{self._who(self._ranks[number])}, {self._ranks[number].last()}" for number in numbers)
 
-    def _overdue(self, error: str, waiting: Waiting, absent: tuple[int, ...], whom: str) -> Verdict:
+    def _overdue(self, error: str, waiting: Waiting, absent: tuple[int, ...], more: str = "") -> Verdict:
         entry = waiting.entry
         bound = f"{entry.bound:g} s" if entry.bound else "none"
         return Verdict(
             error,
             absent,
-            f"{entry.text()}: no answer within {waiting.seconds:.1f} s (collective deadline: {bound}) from {whom}: "
-            f"{self._positions(absent)}",
+            f"{entry.text()}: no answer within {waiting.seconds:.1f} s (collective deadline: {bound}) from "
+            f"{self._positions(absent)}{more}",
             n=entry.number,
             operation=entry.kind,
             elapsed=waiting.seconds,

@@ -22,3 +22,11 @@ def test_no_gpu_is_said_once() -> None:
     result = run_job(2, BENCH, timeout=60)
     assert result.rc != 0 and not result.rank_err[1], result.text
     assert "no CUDA driver" in result.rank_err[0] and "Traceback" not in result.text, result.text
+    assert "it needs GPUs" in result.rank_err[0] and "host" not in result.rank_err[0], result.text
+
+
+def test_gpu_that_ranks_share_without_being_asked() -> None:
+    """Two ranks on one GPU are refused with what this command can do about it, and nothing else."""
+    result = run_job(2, BENCH, env=build().env(devices=1), timeout=60)
+    assert result.rc == 3, result.text
+    assert "--share-gpu" in result.rank_err[0] and "host" not in result.rank_err[0].replace("on host", ""), result.text

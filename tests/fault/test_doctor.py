@@ -18,6 +18,8 @@ SECTIONS = [
     "MPI",
     "launcher",
     "Slurm and PMI",
+    "butter_mpi variables",
+    "watcher",
     "NCCL variables",
     "libnccl",
     "CUDA devices",
@@ -88,6 +90,17 @@ def test_module_and_package_give_the_same_page() -> None:
         assert done.stderr.endswith("error: unrecognized arguments: --nonsense\n"), done.stderr
 
 
+def test_machine_on_which_no_watcher_can_run() -> None:
+    """What the watcher lacks is told with the reason, what it comes to, and the way round it."""
+    code = "import os; del os.pidfd_open; from butter_mpi.doctor import main; main([])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert "  pidfd_open: no: " in done.stdout
+    warning = (
+        "  ! the watcher cannot run here without pidfd_open: every start is refused, but with BUTTER_MPI_WATCH=off"
+    )
+    assert warning in done.stdout
+
+
 @pytest.mark.parametrize("asked", ["--help", "--json", ""])
 @pytest.mark.parametrize("lost", [">/dev/full", ">&-", ">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
 def test_page_that_cannot_be_written_is_told(asked: str, lost: str) -> None:
@@ -149,6 +162,19 @@ def test_secrets_and_policy(doctor: Callable[..., Any]) -> None:
     page = doctor(NCCL_FOO_TOKEN="hunter2", NCCL_IB_TIMEOUT="10", NCCL_IB_RETRY_CNT="7")
     assert "hunter2" not in json.dumps(page)
     assert page["NCCL variables"]["warnings"] == ['NCCL_IB_RETRY_CNT is "7", must be 1: export NCCL_IB_RETRY_CNT=1']
+
+
+def test_settings_and_the_watcher(doctor: Callable[..., Any]) -> None:
+    """The page has the settings that the environment gives, a wrong one with what it does, and what the watcher has."""
+    page = doctor(BUTTER_MPI_PLANE="host", BUTTER_MPI_WATCH="never", BUTTER_MPI_TEST_JOB="1")
+    assert page["butter_mpi variables"] == {
+        "BUTTER_MPI_PLANE": "host",
+        "BUTTER_MPI_WATCH": "never",
+        "warnings": ["every start is refused: BUTTER_MPI_WATCH must be one of on, debugger, off; got 'never'"],
+    }
+    section = page["watcher"]
+    assert {section[what] for what in ("/proc", "pidfd_open", "memfd_create", "interpreter")} == {"yes"}
+    assert section["ptrace scope"] and section["PID namespace"] and "warnings" not in section
 
 
 def test_slurm_facts_and_the_line_to_try(doctor: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,26 @@ def test_error_in_the_background(call: str) -> None:
     program = f"plane.barrier(); plane.barrier()\nbroken(lambda: {call})\n" + WORKS
     for rank, out in enumerate(passed(3, program, "1@collective#3=6")):
         assert f"rank {rank}/3" in out and "ncclRemoteError" in out and "rank 1/3 on" in out
+
+
+@pytest.mark.parametrize("call", ["comm.all_gather_json(RANK)", "plane.set_add_kernel(0)"])
+def test_exchange_that_one_rank_left_out(call: str) -> None:
+    """A collective of one rank where the others meet over MPI is told to all within 2 s, with both call sites."""
+    what = re.split(r"[.(]", call)[1]
+    program = f"""
+plane.barrier()
+comm.all_gather_json(RANK)
+began = time.monotonic()
+if RANK == 1:
+    plane.barrier(); error = broken(lambda: comm.wait_for_async_error(10))
+else:
+    error = broken(lambda: {call})
+assert time.monotonic() - began < 2, time.monotonic() - began
+kinds = ["{what} #1", "barrier #2", "{what} #1"]
+assert all("program.py:" in text and kind in text for text, kind in zip(error.records.values(), kinds)), error.records
+"""
+    for out in passed(3, program + WORKS):
+        assert out.startswith("CollectiveMismatchError"), out
 
 
 LEFT_OUT = """
@@ -455,13 +476,11 @@ def test_kernel_that_one_rank_sets() -> None:
     program = (
         KERNEL
         + """
-p = memory.blank(64)
 if RANK == 0:
     plane.deadline = 1
     error = broken(lambda: plane.set_add_kernel(kernel))
     assert error.lost_ranks == (1,) and "Every rank must call it" in str(error)
 else:
-    plane.all_reduce(p, 64)
     broken(lambda: comm.wait_for_async_error(10))
 """
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from helpers.mpirun import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,16 @@ def test_the_readme_program_prints_what_the_readme_shows(tmp_path: Path) -> None
     assert result.rc == 0, result.text
     shown = sorted(line for line in session.splitlines() if not line.startswith("$"))
     assert sorted("".join(result.rank_out).splitlines()) == shown, result.text
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_readme_program_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    """With another -np than the README's, or none, it ends well; each of several ranks is told of another one's call."""
+    (tmp_path / "program.py").write_text(fences("README.md", "python")[0])
+    result = run_job(ranks, ["program.py"], cwd=tmp_path)
+    assert result.rc == 0 and not any(result.rank_err), result.text
+    told = [re.findall(r"is told of .*float64 x (\d)", out) for out in result.rank_out]
+    assert told == ([["4"], ["5"], ["3"]] if ranks == 3 else [[]]), result.text
 
 
 def test_the_shown_tests_pass(tmp_path: Path) -> None:

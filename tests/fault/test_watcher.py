@@ -83,7 +83,7 @@ def verdicts(file: Path) -> list[dict[str, Any]]:
 
 def cried(result: JobResult) -> list[str]:
     """The watcher's lines on the standard error of ranks, or of what started them, where none lives any more."""
-    said = re.compile(r"butter_mpi: (the watcher|told by rank \d+): .*")
+    said = re.compile(r"butter_mpi: (the watcher|told by rank \d+)[:/].*")
     return [line for text in [*result.rank_err, result.out] for line in text.splitlines() if said.fullmatch(line)]
 
 
@@ -344,9 +344,9 @@ except butter_mpi.PreflightError as error:
 
 
 def test_watcher_that_cannot_be_started() -> None:
-    """Where the rank that must start it cannot, every rank's start ends at once, with the way round it."""
+    """Where no rank can start it, every rank's start ends at once, with the reason and the way round it."""
     program = """
-if RANK == 0: sys.executable = ""
+sys.executable = ""
 begin = time.monotonic()
 try:
     start()
@@ -357,8 +357,15 @@ except butter_mpi.StartError as error:
     with start_job(3, HEAD + program, timeout=30) as job:
         result = job.wait()
     assert result.rc != 0 and result.seconds < 15, result.text
-    assert "cannot be started" in result.rank_out[0] and "watch='off'" in result.rank_out[0], result.text
-    assert all("refused True" in out for out in result.rank_out), result.text
+    for out in result.rank_out:
+        assert "refused True" in out and "no Python interpreter of its own" in out and "watch='off'" in out, result.text
+
+
+def test_watcher_is_started_by_a_rank_that_can() -> None:
+    """One rank of a node without an interpreter of its own leaves the start of the watcher to another."""
+    program = "if RANK == 0: sys.executable = ''\nwith start() as comm: comm.barrier()\n"
+    result = run_job(2, HEAD + program, timeout=30)
+    assert result.rc == 0, result.text
 
 
 def test_idle_ranks_learn_of_a_death() -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from butter_mpi.machine import infiniband, interfaces, nccl_interfaces, remove_ipc, shared_memory
+from butter_mpi.machine import (
+    infiniband,
+    interfaces,
+    nccl_interfaces,
+    pid_namespace,
+    ptrace_scope,
+    remove_ipc,
+    shared_memory,
+)
 
 
 def rows(*names: str, down: str = "", bare: str = "", loose: str = "", six: str = "") -> list[dict[str, Any]]:
@@ -99,3 +107,19 @@ def test_a_later_file_wins(tmp_path: Path) -> None:
     files = [str(tmp_path / "logind.conf"), str(tmp_path / "logind.conf.d")]
     assert remove_ipc(1000, running=str(tmp_path), files=files) == (True, f"RemoveIPC=yes ({files[1]}/site.conf)")
     assert remove_ipc(1000, running=str(tmp_path / "nothing"), files=files) == (False, "systemd does not run here")
+
+
+@pytest.mark.parametrize(("value", "told"), [("0", "0: not restricted"), ("1", "but no socket"), (None, "no Yama")])
+def test_ptrace_scope(tmp_path: Path, value: str | None, told: str) -> None:
+    """What the kernel's security module allows is told with what it means; without the module nothing is restricted."""
+    file = tmp_path / "ptrace_scope"
+    if value is not None:
+        file.write_text(f"{value}\n")
+    assert told in ptrace_scope(str(file))
+
+
+@pytest.mark.parametrize(("name", "told"), [("pid:[4026531836]", "machine's own"), ("pid:[7]", "container's own")])
+def test_pid_namespace(tmp_path: Path, name: str, told: str) -> None:
+    """The first namespace of a kernel is told from those of containers, whose watchers see their own ranks only."""
+    (tmp_path / "pid").symlink_to(name)
+    assert told in pid_namespace(str(tmp_path / "pid"))

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from butter_mpi.collectives import RULES, Operation, describe, signature
+from butter_mpi.collectives import RULES, Operation, control_signature, describe, signature
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.recorder import COLLECTIVES, DTYPES, KINDS, OPS, PAIRS, SITES, SIZE, Reader, Recorder
+from butter_mpi.recorder import COLLECTIVES, DTYPES, EXCHANGES, KINDS, OPS, PAIRS, SITES, SIZE, Reader, Recorder
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +65,18 @@ def test_every_operation_reads_as_others_describe_it(recorder: Recorder) -> None
         assert entry.text() == describe(signature(operation, number))
         assert (entry.kind, entry.number, entry.elements, entry.bound) == (operation.kind, number, 1024, 10.0)
         assert before - 1e-6 <= entry.time <= time.monotonic()
+
+
+def test_exchange_reads_as_others_describe_it(recorder: Recorder) -> None:
+    """The newest exchange over the control plane is read back with its count; it is no collective."""
+    reader = Reader(recorder.fd)
+    assert reader.exchange() == (0, None)
+    for count, kind in enumerate(EXCHANGES * 2, 1):
+        recorder.exchange(kind, 40 + count, f"app/{kind}.py:7")
+        found, entry = reader.exchange()
+        assert found == count and entry is not None
+        assert entry.text() == describe(control_signature(kind, 40 + count, f"app/{kind}.py:7"))
+    assert (reader.head(), reader.newest(5)) == (0, [])
 
 
 def test_names_are_those_of_the_enums() -> None:
@@ -395,4 +407,5 @@ def test_watchers_modules_need_no_installed_package() -> None:
     names = set(json.loads(done.stdout))
     names_of_own = ("watcher", "watched", "messages", "crying", "judging", "process")
     own = {f"butter_mpi.sentinel.{name}" for name in names_of_own}
-    assert names <= {"butter_mpi", "butter_mpi._version", "butter_mpi.sentinel", "butter_mpi.recorder", *own}, names
+    own |= {"butter_mpi", "butter_mpi._version", "butter_mpi.descriptors", "butter_mpi.sentinel", "butter_mpi.recorder"}
+    assert names <= own, names

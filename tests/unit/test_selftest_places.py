@@ -100,7 +100,7 @@ OWN = "rank 1/2 on b: start: it failed"
     [
         ([OWN, OWN], OWN),
         (["", OWN], OWN),
-        ([f"rank 0/2 on a: told by rank 1: {OWN}", OWN], OWN),
+        ([f"rank 0/2 on a: told by {OWN}", OWN], OWN),
         ([f"rank 0/2 on a: start: {NO_ID}", f"rank 1/2 on b: start: {NO_ID}"], NO_ID),
         (["rank 0/2 on a: start: it failed", OWN], f"rank 0/2 on a: start: it failed\n{OWN}"),
     ],

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from butter_mpi.collectives import Operation, describe, signature
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.recorder import COLLECTIVES, PAIRS, Reader, Recorder
-from butter_mpi.sentinel.judging import FIRST_WARNING, Late, Pairs, Waiting, first_difference, mismatch, ranks_text
+from butter_mpi.sentinel.judging import (
+    FIRST_WARNING,
+    Late,
+    Pairs,
+    Waiting,
+    first_difference,
+    left_out_exchange,
+    mismatch,
+    ranks_text,
+)
 
 BOUND = 60.0
 
@@ -43,6 +52,10 @@ class Job:
         for operation in operations:
             self.numbers[rank] += 1
             self.recorders[rank].write(operation, self.numbers[rank])
+
+    def exchange(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.recorders[rank].exchange("all_gather_json", self.numbers[rank], f"app/rank{rank}.py:9")
 
 
 @contextlib.contextmanager
@@ -158,6 +171,64 @@ def test_verdict_on_a_mismatch() -> None:
     assert (
         notice["records"]["2"] == "all_reduce #2 (float32 x 9, sum) at app/train.py:3" and len(notice["records"]) == 4
     )
+
+
+# -- exchanges over the control plane --------------------------------------------------------------------------------
+
+
+def test_exchange_that_a_rank_left_out() -> None:
+    """A collective in place of an exchange is a mismatch: both are named, with who did what."""
+    with job(4) as ranks:
+        for rank in range(4):
+            ranks.submit(rank, SUM, SUM)
+        ranks.exchange(0, 1, 2, 3)
+        ranks.submit(3, BARRIER, SUM)
+        ranks.exchange(0, 2)
+        # Rank 1 may still come; rank 3 has gone on without it.
+        found = left_out_exchange(ranks.readers)
+        assert found is not None and first_difference(ranks.readers) is None
+        verdict = mismatch(found)
+    assert (verdict.error, verdict.n, verdict.operation) == ("CollectiveMismatchError", 3, "barrier")
+    assert verdict.records == {
+        0: "all_gather_json #2 (json x 0) at app/rank0.py:9",
+        2: "all_gather_json #2 (json x 0) at app/rank2.py:9",
+        3: "barrier #3 (uint8 x 0) at app/train.py:1",
+    }
+
+
+def test_ranks_between_exchanges_differ_in_nothing() -> None:
+    """Whoever has not come to an exchange yet, or went on after it, is no fault, however far apart they are."""
+    with job(3) as ranks:
+        for _ in range(3):
+            for rank in range(3):
+                ranks.submit(rank, SUM)
+                ranks.exchange(rank)
+                assert left_out_exchange(ranks.readers) is None
+            # The first ones go on while the last has not seen yet that all have come.
+            for rank in range(2):
+                ranks.submit(rank, *[SUM] * (COLLECTIVES + 5))
+                assert left_out_exchange(ranks.readers) is None
+            ranks.submit(2, *[SUM] * (COLLECTIVES + 5))
+
+
+def test_exchanges_before_a_reconnect_count_no_more() -> None:
+    """Ranks that failed with different counts of exchanges, and go on one after another, differ in nothing."""
+    with job(2) as ranks:
+        ranks.exchange(0, 1)
+        for rank in range(2):
+            ranks.submit(rank, SUM)
+        ranks.exchange(0)
+        ranks.submit(1, SUM)
+        assert left_out_exchange(ranks.readers) is not None
+        for rank in range(2):
+            ranks.recorders[rank].begin_at(2)
+            ranks.readers[rank].floor = ranks.numbers[rank] = 2
+            ranks.submit(rank, SUM)
+            assert left_out_exchange(ranks.readers) is None
+        ranks.exchange(1)
+        assert left_out_exchange(ranks.readers) is None
+        ranks.submit(0, SUM)
+        assert left_out_exchange(ranks.readers) is not None
 
 
 def test_ranks_text() -> None:

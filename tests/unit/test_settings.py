@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,9 @@ def test_verdict_file_is_a_path_and_needs_the_watcher(tmp_path: Path) -> None:
             Settings.resolve({}, verdict_file=wrong)
     with pytest.raises(ValueError, match="needs the watcher"):
         Settings.resolve({"BUTTER_MPI_WATCH": "off"}, verdict_file="v")
+
+
+def test_what_is_not_given_is_none() -> None:
+    """A setting that nobody gave, or gave empty, is one value in every receipt: nothing."""
+    assert "" not in asdict(Settings()).values()
+    assert Settings.resolve({"BUTTER_MPI_VERDICT_FILE": ""}, verdict_file="") == Settings()
