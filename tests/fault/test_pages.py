@@ -30,7 +30,7 @@ def test_the_readme_program_prints_what_the_readme_shows(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_readme_program_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    """With another -np than the README's, or none, it ends well; each of several ranks is told of another one's call."""
+    """With another -np than the README's, or none, it ends well; each of several ranks is told of another's call."""
     (tmp_path / "program.py").write_text(fences("README.md", "python")[0])
     result = run_job(ranks, ["program.py"], cwd=tmp_path)
     assert result.rc == 0 and not any(result.rank_err), result.text
