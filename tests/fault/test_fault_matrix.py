@@ -54,7 +54,7 @@ def test_ci_fits_and_has_every_fault_phase_and_launcher() -> None:
 
 
 def test_cells_of_gpus() -> None:
-    """On a shared GPU every fault that needs no stand-in has a cell, the dangerous ones in every phase after the join."""
+    """On a shared GPU every fault that needs no stand-in has a cell, the dangerous ones each phase after the join."""
     chosen = choosing.on_gpus(list(ON_GPU))
     assert len(set(chosen)) == len(chosen)
     assert all(LAUNCHERS[cell.launcher].gpu for cell in chosen)
