@@ -59,9 +59,7 @@ def on_gpus(planes: Sequence[str]) -> list[Cell]:
     """
     cells = list(every_cell(planes, gpu=True))
     chosen = [
-        cell
-        for cell in cells
-        if cell.fault in _DANGEROUS and (ON_GPU[cell.plane].shared or cell.phase in IN_FLIGHT)
+        cell for cell in cells if cell.fault in _DANGEROUS and (ON_GPU[cell.plane].shared or cell.phase in IN_FLIGHT)
     ]
     for plane in [plane for plane in planes if ON_GPU[plane].shared]:
         for number, fault in enumerate(name for name in FAULTS if name not in _DANGEROUS):
