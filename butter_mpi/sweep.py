@@ -183,8 +183,13 @@ class Sweep:
         return int(min(_MOST_CALLS, max(_LEAST_CALLS, _ROUND_SECONDS / needed)))
 
     def _time(self, variant: Variant, calls: int) -> float:
-        """Return the seconds from the first call until the stream has done all of them."""
+        """Return the seconds from the first call until the stream has done all of them.
+
+        One call goes before, so that what ranks differ by when they begin is no part of it.
+        """
         self._comm.all_gather_json(None)
+        variant.call()
+        self._wait(pause=0.0)
         began = time.perf_counter()
         for _ in range(calls):
             variant.call()
@@ -270,6 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", dest="most", type=_size, default=2**30, metavar="SIZE", help="largest size (1G)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes the times there as well")
     options = parser.parse_args(arguments)
+    if options.least > options.most:
+        parser.error("--from must not be larger than --to")
     set_unset_policy()
     try:
         with bootstrap.init(plane="nccl", share_gpu=options.share_gpu or None) as comm:
