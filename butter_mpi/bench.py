@@ -25,7 +25,7 @@ from butter_mpi.errors import ButterError
 from butter_mpi.launch import read_launch
 from butter_mpi.policy import set_unset_policy
 
-__all__ = ["main"]
+__all__ = ["fitting", "main"]
 
 _COUNT = 16
 _CALLS, _ROUNDS = 500, 9
@@ -131,13 +131,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ButterError as error:
         # A refusal is the same on every rank, and once is enough.
         if not read_launch(c_environment()).claimed_rank:
-            sys.stderr.write(f"butter_mpi.bench: {_fitting(str(error))}\n")
+            sys.stderr.write(f"butter_mpi.bench: {fitting(str(error))}\n")
         return 3
     return 0
 
 
-def _fitting(text: str) -> str:
-    """Return what refused the start, without the way round it that this command has not: another plane."""
+def fitting(text: str) -> str:
+    """Return what refused a start, without the way round it that a benchmark has not: another plane.
+
+    Parameters
+    ----------
+    text : str
+        Of the error.
+
+    Returns
+    -------
+    str
+        The text, with what the benchmark needs.
+    """
     fitting = _OTHER_PLANE.sub("", text)
     return fitting if fitting == text else f"{fitting}\n  The benchmark measures NCCL's calls, so it needs GPUs"
 

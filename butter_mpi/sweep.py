@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from butter_mpi import bootstrap, nccl
+from butter_mpi.bench import fitting
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
@@ -288,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ButterError as error:
         # A refusal is the same on every rank, and once is enough.
         if not read_launch(c_environment()).claimed_rank:
-            sys.stderr.write(f"butter_mpi.sweep: {error}\n")
+            sys.stderr.write(f"butter_mpi.sweep: {fitting(str(error))}\n")
         return 3
     return 0
 

@@ -235,6 +235,12 @@ def test_committed_page_is_of_this_table() -> None:
         assert f"| {'.'.join(scene)} | {CALM[scene[0]].text} |" in text
 
 
+def test_scenes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """One command runs every scene that must end well, and no cell."""
+    assert main(["--scenes", "--list"]) == 0
+    assert capsys.readouterr().out.split() == [".".join(scene) for scene in scenes()]
+
+
 # -- real jobs ---------------------------------------------------------------------------------------------------------
 
 

@@ -40,10 +40,10 @@ class Memory(Protocol):
 
 
 class DeviceMemory:
-    """Memory of a device, reached in the order of the plane's stream."""
+    """Memory of a device, reached in the order of the plane's stream, which must come to an end in so many seconds."""
 
-    def __init__(self, device: Device, stream: int) -> None:
-        self._device, self.stream = device, stream
+    def __init__(self, device: Device, stream: int, seconds: float = _SECONDS) -> None:
+        self._device, self.stream, self._seconds = device, stream, seconds
         # What is put in must be there whatever the plane's stream does, also when it has none any more.
         self._own = device.make_stream()
 
@@ -76,7 +76,7 @@ class DeviceMemory:
         self._wait(self.stream)
 
     def _wait(self, stream: int) -> None:
-        end = time.monotonic() + _SECONDS
+        end = time.monotonic() + self._seconds
         while not self._device.ready(stream):
             assert time.monotonic() < end, "the stream did not come to an end"
             time.sleep(1e-4)

@@ -32,11 +32,12 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cell", action="append", default=[], metavar="NAME", help="only this cell or scene; repeatable"
     )
+    parser.add_argument("--scenes", action="store_true", help="only the scenes that must end well, at full length")
     parser.add_argument("--list", action="store_true", help="name the cells and scenes of the selection, run nothing")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each cell N times")
     parser.add_argument("--gpus", metavar="LIST", help="run the cells of real GPUs on these, such as 0 or 0,1")
     parser.add_argument("--plane", action="append", choices=ON_GPU, help="of those cells only this plane; repeatable")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes (not with --cell)")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes (none with --cell, --scenes)")
     chosen = parser.parse_args(words)
     chosen.gpus = chosen.gpus.split(",") if chosen.gpus else []
     if chosen.plane is None:
@@ -52,6 +53,8 @@ def scenes() -> list[tuple[str, str, str]]:
 
 def _wanted(chosen: argparse.Namespace) -> tuple[list[Cell], list[tuple[str, str, str]]]:
     """Return the cells and scenes to run."""
+    if chosen.scenes:
+        return [], scenes()
     if not chosen.cell:
         if chosen.gpus:
             return on_gpus(chosen.plane), []
@@ -145,7 +148,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ordered = {cell: run.cells[cell] for cell in cells}
     bad = [one for one in [*ordered.values(), *run.calm.values()] if one.status not in (PASSED, NONE, NOT_RUN)]
     print(f"{len(ordered)} cells, {len(run.calm)} scenes, {len(bad)} of them bad, {time.monotonic() - begin:.0f} s")
-    if not chosen.cell:
+    if not chosen.cell and not chosen.scenes:
         calm_in_order = {".".join(scene): run.calm[".".join(scene)] for scene in calm}
         today = datetime.datetime.now(datetime.UTC).date()
         page = chosen.page or DOCS / ("fault_matrix_gpu.md" if chosen.gpus else "fault_matrix.md")

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,13 @@ from matrix.table import HOST, RANKS, VICTIM
 SCENE, PLANE, _SECONDS, _DEADLINE, FILE = sys.argv[1:]
 SECONDS, DEADLINE = float(_SECONDS), float(_DEADLINE)
 RANK = MPI.COMM_WORLD.rank
+HERE = Path(__file__).parent
+_PR_SET_PTRACER, _ANY = 0x59616D61, 2**64 - 1
 
 
 def memory_of(plane: Any) -> Any:
     """Return the plane's memory."""
-    return HostMemory() if PLANE == HOST else DeviceMemory(plane.device, plane.stream)
+    return HostMemory() if PLANE == HOST else DeviceMemory(plane.device, plane.stream, DEADLINE)
 
 
 def reduce(plane: Any, memory: Any) -> None:
@@ -47,10 +50,17 @@ def be_stopped() -> None:
         pass
 
 
+def be_debugged() -> None:
+    """Be stopped by a debugger, which need not be an ancestor."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANY))
+    subprocess.run([sys.executable, "-S", str(HERE / "debugging.py"), str(os.getpid()), str(SECONDS)], check=True)
+
+
 def leave_a_child() -> None:
-    """Fork a child that keeps every descriptor and outlives the parent's close."""
-    if os.fork() == 0:
-        time.sleep(SECONDS)
+    """Fork a child that keeps every descriptor and outlives the parent's close: no hook of Python runs in it."""
+    libc = ctypes.PyDLL(None)
+    if libc.fork() == 0:
+        libc.sleep(int(SECONDS))
         os._exit(0)
 
 
@@ -58,6 +68,8 @@ def disturb(plane: Any) -> None:
     """Do what is slow on the victim."""
     if SCENE == "short-stop":
         be_stopped()
+    elif SCENE == "debugger":
+        be_debugged()
     elif SCENE == "late-in-time":
         time.sleep(SECONDS)
     elif SCENE == "lock-held":
@@ -73,7 +85,8 @@ def disturb(plane: Any) -> None:
 def main() -> None:
     """Run the scene."""
     fault = butter_mpi.FaultPolicy(start_deadline=60, collective_deadline=DEADLINE)
-    comm = butter_mpi.init(plane=PLANE, verdict_file=FILE, fault=fault)
+    watch = "debugger" if SCENE == "debugger" else "on"
+    comm = butter_mpi.init(plane=PLANE, watch=watch, verdict_file=FILE, fault=fault)
     plane: Any = comm.backend
     memory = memory_of(plane)
     reduce(plane, memory)

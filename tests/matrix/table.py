@@ -312,6 +312,7 @@ CALM = {
         Calm("lock-held", "C code of a rank holds the interpreter lock", 8, 20),
         Calm("long-kernel", "a kernel runs before a collective", 8, 20, (NCCL,)),
         Calm("suspended", "all ranks are stopped and continued", 6, 30),
+        Calm("debugger", "a debugger stops a rank, with the switch for it on", 8, 60),
         Calm("child", "a child has every descriptor and outlives its parent's close", 3, 3),
         Calm("saturated", "both cores are saturated", 20, 600, alone=True),
     )
