@@ -105,10 +105,9 @@ except butter_mpi.PeerLostError as error:
 """
     result = run_job(2, HEAD + program, mpi=mpi, timeout=20)
     assert result.rc != 0 and result.seconds < 8, result.text
-    assert "(1,)" in result.rank_out[0] and ": rank 1 closed its communicator after barrier" in result.rank_out[0], (
-        result.text
-    )
-    assert "barrier #1" in result.rank_out[0], result.text
+    assert "(1,)" in result.rank_out[0] and "rank 1 closed its communicator after barrier #1" in result.rank_out[0]
+    # Who left is named once.
+    assert result.rank_out[0].count("rank 1") == 1, result.text
 
 
 SEGMENTS = """
@@ -577,7 +576,7 @@ else:
         say(f"told {error}")
 """
     result = run_job(2, HEAD + program, timeout=20)
-    assert "told" in result.rank_out[0] and ": rank 1 closed its communicator after" in result.rank_out[0], result.text
+    assert "told" in result.rank_out[0] and "rank 1 closed its communicator after" in result.rank_out[0], result.text
 
 
 def test_init_where_mpi_is_over() -> None:
