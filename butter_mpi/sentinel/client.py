@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from butter_mpi.control import Pause, Watch
-from butter_mpi.descriptors import local_socket, memory_file
+from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Recorder
 from butter_mpi.sentinel import messages
@@ -81,6 +81,7 @@ class Offer:
         self.watch, self._node = watch, ""
         self.secret = secrets.token_hex(_SECRET_BYTES)
         self._ends = contextlib.ExitStack()
+        self.said = -1
         lacking = {} if watch == "off" else needs()
         # One rank of a node starts the watcher: one that can.
         self._unable = lacking.pop(STARTED_BY, "")
@@ -94,6 +95,8 @@ class Offer:
             self._ends.callback(self.socket.close)
             self.socket.bind(_address(self.secret))
             self.socket.listen(4096)
+            self.said = memory_file("butter_mpi-watcher-stderr")
+            self._ends.callback(os.close, self.said)
             self._node = node_key()
             _check_appendable(file)
         except OSError as error:
@@ -101,11 +104,12 @@ class Offer:
 
     def payload(self) -> bytes:
         """Return what every rank must know."""
-        facts = {"node": self._node, "secret": self.secret, "pid": os.getpid(), "unable": self._unable}
-        return json.dumps({**facts, "watch": self.watch, "failure": self.failure}).encode()
+        facts = {"node": self._node, "secret": self.secret, "pid": os.getpid(), "said": self.said}
+        more = {"watch": self.watch, "failure": self.failure, "unable": self._unable}
+        return json.dumps({**facts, **more}).encode()
 
     def taken(self) -> Recorder:
-        """Hand the recorder over, and listen no more."""
+        """Hand the recorder over, and :attr:`said`; listen no more."""
         self._ends.pop_all()
         self.socket.close()
         return self.recorder
@@ -121,6 +125,13 @@ def _leaders(said: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     for number in sorted(range(len(said)), key=lambda one: bool(said[one]["unable"])):
         leaders.setdefault(said[number]["node"], number)
     return leaders
+
+
+def _said_by(leader: Mapping[str, Any]) -> int | None:
+    """Open what the watcher writes its standard error to, which the rank has that starts it; ``None``: it is gone."""
+    with contextlib.suppress(OSError), beyond_standard():
+        return os.open(f"/proc/{leader['pid']}/fd/{leader['said']}", os.O_RDONLY | os.O_CLOEXEC)
+    return None
 
 
 def _check_appendable(file: str) -> None:
@@ -189,7 +200,6 @@ class Sentinel:
         self._left = False
         self._watcher = 0
         self._starter: subprocess.Popen[bytes] | None = None
-        self._said: int | None = None
         self.gone: dict[int, str] = {}
         self.lost = False
         said = [json.loads(one) for one in offers]
@@ -208,13 +218,16 @@ class Sentinel:
             self._join(said[leader]["secret"], offer.recorder)
         except OSError as error:
             offer.close()
-            self._forget_said()
             raise StartError(
                 f"{who}: start: the watcher of this node cannot be {'started' if leader == rank else 'reached'}: "
                 f"{why(error)}; {_OFF}",
                 phase="watcher",
             ) from None
         self.recorder = offer.taken()
+        self._said: int | None = offer.said
+        if leader != rank:
+            os.close(offer.said)
+            self._said = _said_by(said[leader])
         _OPEN.add(self)
         self._thread = threading.Thread(target=self._listen, name="butter_mpi sentinel", daemon=True)
         self._thread.start()
@@ -234,13 +247,11 @@ class Sentinel:
             "frozen": frozen,
             "file": os.path.abspath(file) if file else "",
         }
-        # Nobody else reads what it says where it fails.
-        self._said = memory_file("butter_mpi-watcher-stderr")
         self._starter = subprocess.Popen(
             command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self._said,
+            stderr=offer.said,
             start_new_session=True,
             pass_fds=[listener],
         )
@@ -289,7 +300,8 @@ class Sentinel:
         notice = self._notices.get(self._epoch)
         texts = [*([notice["text"]] if notice is not None else []), *self.gone.values()]
         if texts:
-            raise StartError(f"{self._who}: start: {texts[0]}", phase=WATCHED)
+            remedy = f"; {_OFF}" if self.lost else ""
+            raise StartError(f"{self._who}: start: {texts[0]}{remedy}", phase=WATCHED)
 
     def wait_for_word(self, seconds: float) -> None:
         """Look at what the watcher says for up to `seconds`.
@@ -349,18 +361,13 @@ class Sentinel:
                 return
 
     def _last_words(self) -> str:
-        """Return the last line on the watcher's standard error, which the rank that started it can read."""
+        """Return the last line on the watcher's standard error."""
         fd, said = self._said, b""
         if fd is not None:
             # Another thread may be leaving.
             with contextlib.suppress(OSError):
                 said = os.pread(fd, messages.LIMIT, 0)
         return (said.decode(errors="replace").splitlines() or ["killed?"])[-1]
-
-    def _forget_said(self) -> None:
-        said, self._said = self._said, None
-        if said is not None:
-            os.close(said)
 
     def _lose_watcher(self, how: str) -> None:
         self.lost = True
@@ -424,7 +431,9 @@ class Sentinel:
             if threading.current_thread() is not self._thread:
                 self._thread.join(_LISTEN_SECONDS)
             self._socket.close()
-            self._forget_said()
+            said, self._said = self._said, None
+            if said is not None:
+                os.close(said)
             self.recorder.close()
 
     def forget(self) -> None:

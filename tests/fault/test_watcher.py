@@ -361,6 +361,23 @@ except butter_mpi.StartError as error:
         assert "refused True" in out and "no Python interpreter of its own" in out and "watch='off'" in out, result.text
 
 
+def test_last_words_of_a_watcher_that_ends_in_the_start(tmp_path: Path) -> None:
+    """Where the watcher does not come to stand, every rank says what it wrote last, and the way round it."""
+    (tmp_path / "python").write_text("#!/bin/sh\nread line; echo cannot run here >&2; exit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    program = f"""
+sys.executable = {str(tmp_path / "python")!r}
+try:
+    start()
+except butter_mpi.StartError as error:
+    say(f"refused {{error}}"); time.sleep(0.5)
+    raise
+"""
+    result = run_job(2, HEAD + program, **RECOVERY, timeout=30)
+    for out in result.rank_out:
+        assert "the watcher of this node has ended (cannot run here)" in out and "watch='off'" in out, result.text
+
+
 def test_watcher_is_started_by_a_rank_that_can() -> None:
     """One rank of a node without an interpreter of its own leaves the start of the watcher to another."""
     program = "if RANK == 0: sys.executable = ''\nwith start() as comm: comm.barrier()\n"
