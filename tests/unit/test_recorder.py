@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -84,6 +85,8 @@ def test_names_are_those_of_the_enums() -> None:
     assert tuple(RULES) == KINDS
     assert list(enumerate(DTYPES)) == sorted((one.nccl, one.label) for one in DType)
     assert list(enumerate(OPS)) == sorted((one.nccl, one.label) for one in ReduceOp)
+    planes = "".join(path.read_text() for path in (_ROOT / "butter_mpi" / "planes").glob("*.py"))
+    assert {*re.findall(r'\b_exchanged\("(\w+)"', planes), "attempt_reconnect"} == set(EXCHANGES)
 
 
 def test_numbers_of_any_size(recorder: Recorder) -> None:
