@@ -19,10 +19,13 @@ from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes import CommBackend
 from butter_mpi.planes.base import Plane
+from butter_mpi.plans import Plans
 
 __all__ = ["Communicator"]
 
 _POLL_SECONDS = 0.005
+_CALLER = 3
+"""Frames from ``call_site`` to whoever called an operation, at least."""
 
 
 class _Group:
@@ -41,7 +44,7 @@ class _Group:
             self._plane.group_discard()
 
 
-class Communicator:
+class Communicator(Plans):
     """The ranks of a job, and the operations between them.
 
     Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after
@@ -622,7 +625,7 @@ class Communicator:
     ) -> None:
         buffers = [b for b in (send, None if recv is send else recv) if b is not None]
         ordered, named = self._streams(kind, stream, buffers)
-        operation = Operation(
+        operation = self._plane.operation(
             kind,
             count,
             buffers[0].dtype if buffers else DType.UINT8,
@@ -631,19 +634,23 @@ class Communicator:
             op,
             None if root is None else int(root),
             None if peer is None else int(peer),
-            call_site(),
+            call_site(_CALLER),
             ordered,
-            named=named,
-            keep=tuple(b.owner for b in buffers),
+            False,
+            False,
+            False,
+            named,
         )
-        if not operation.rule.paired:
-            self._hold_to_plan(operation)
-        self._plane.submit(operation)
+        self._hand_over(operation, tuple(b.owner for b in buffers))
 
-    def _hold_to_plan(self, operation: Operation) -> None:
+    def _hand_over(self, operation: Operation, keep: Any) -> None:
+        """Submit a checked operation; a group keeps `keep` alive until its end."""
+        if self._plan is not None and not operation.rule.paired:
+            self._hold_to_plan(self._plan, operation)
+        self._plane.submit(operation, keep)
+
+    def _hold_to_plan(self, plan: Mapping[str, Any], operation: Operation) -> None:
         """Refuse a first collective that is not the planned one."""
-        if self._plan is None:
-            return
         found = {
             "operation": operation.kind,
             "count": operation.count,
@@ -651,7 +658,7 @@ class Communicator:
             "op": operation.op.label if operation.op else None,
             "root": operation.root,
         }
-        differing = [f"{k} {v!r}, planned {self._plan[k]!r}" for k, v in found.items() if v != self._plan[k]]
+        differing = [f"{k} {v!r}, planned {plan[k]!r}" for k, v in found.items() if v != plan[k]]
         if differing:
             raise ValueError(
                 f"{self._what(operation.kind)}: not the collective that init(plan=...) declared: {', '.join(differing)}"

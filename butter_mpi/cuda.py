@@ -11,7 +11,17 @@ from typing import Any
 from butter_mpi.errors import CUDAError
 from butter_mpi.findings import quoted
 
-__all__ = ["NO_DRIVER", "call", "device_absent", "devices", "load_driver", "ordinal_of", "pick_device"]
+__all__ = [
+    "NO_DRIVER",
+    "call",
+    "check",
+    "device_absent",
+    "devices",
+    "load_driver",
+    "ordinal_of",
+    "pick_device",
+    "typed",
+]
 
 NO_DRIVER = -2
 """The code of an error that no driver gave, because there is none."""
@@ -88,11 +98,45 @@ def call(driver: Any, name: str, *arguments: Any) -> Any:
         It failed; the message has its name and the code's.
     """
     status, *values = getattr(driver, name)(*arguments)
-    _check(name, status)
+    check(name, status)
     return values[0] if values else None
 
 
-def _check(name: str, status: Any) -> None:
+def typed(name: str, *types: Any) -> Any:
+    """Return a driver function by ctypes, for what is asked at every operation: a quarter of the time of :func:`call`.
+
+    Parameters
+    ----------
+    name : str
+        The C function.
+    *types
+        Of its arguments.
+
+    Returns
+    -------
+    callable
+        Returns the number of a ``CUresult``, for :func:`check`.
+    """
+    function = _library()[name]
+    function.argtypes = types
+    return function
+
+
+def check(name: str, status: Any) -> None:
+    """Raise unless a driver call succeeded.
+
+    Parameters
+    ----------
+    name : str
+        The C function.
+    status : CUresult
+        What it returned.
+
+    Raises
+    ------
+    CUDAError
+        It failed; the message has its name and the code's.
+    """
     if int(status) != 0:
         text = f"CUDA driver call {name} failed with {status.name} ({int(status)})"
         raise CUDAError(text, call=name, code=int(status))
@@ -122,7 +166,7 @@ def ordinal_of(driver: Any, pointer: int) -> int:
     """
     ordinal, name = ctypes.c_int(), "cuPointerGetAttribute"
     status = getattr(_library(), name)(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(pointer))
-    _check(name, driver.CUresult(status))
+    check(name, driver.CUresult(status))
     return ordinal.value
 
 

@@ -5,10 +5,12 @@ Streams, events and pointers are integers. Every function names the C function i
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import threading
 from typing import Any, ClassVar
 
-from butter_mpi.cuda import call, load_driver, ordinal_of
+from butter_mpi.cuda import call, check, load_driver, ordinal_of, typed
 from butter_mpi.errors import CUDAError
 
 __all__ = ["LEGACY_STREAMS", "Device", "same_stream"]
@@ -29,12 +31,24 @@ _NOT_READY = 600
 _INVALID_VALUE = 1
 _HOST_MEMORY = 1
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
-_IMPLICITLY_CAPTURED = 906
+_IMPLICITLY_CAPTURED, _NOT_CAPTURED = 906, 0
 
 
 def same_stream(one: int, other: int) -> bool:
     """Return whether two handles are of one stream."""
     return one == other or (one in LEGACY_STREAMS and other in LEGACY_STREAMS)
+
+
+class _Asked(threading.local):
+    """Where the driver writes its answers to a thread: two questions that every operation asks."""
+
+    def __init__(self) -> None:
+        self.context, self.capture = ctypes.c_void_p(), ctypes.c_int()
+        # Prepared once: called without arguments.
+        current = typed("cuCtxGetCurrent", ctypes.c_void_p)
+        self.get_current = functools.partial(current, ctypes.byref(self.context))
+        self.is_capturing = typed("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)
+        self.capture_at = ctypes.byref(self.capture)
 
 
 class Device:
@@ -85,6 +99,8 @@ class Device:
         if current not in (0, int(self._context)):
             call(self._driver, "cuDevicePrimaryCtxRelease", self._device)
             raise CUDAError(_OTHER_CONTEXT.format(ordinal), call="cuCtxGetCurrent", code=0)
+        self._own_context = int(self._context)
+        self._asked = _Asked()
         self.make_current()
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -109,11 +125,19 @@ class Device:
         ValueError
             Another context is current.
         """
-        current = int(self.call("cuCtxGetCurrent"))
-        if current not in (0, int(self._context)):
+        asked = self._asked
+        status, current = asked.get_current(), asked.context.value
+        if status or current != self._own_context:
+            self._refuse_context(status, current)
+
+    def _refuse_context(self, status: int, current: int | None) -> None:
+        self._check("cuCtxGetCurrent", status)
+        if current:
             raise ValueError(_OTHER_CONTEXT.format(self.ordinal))
-        if not current:
-            self.make_current()
+        self.make_current()
+
+    def _check(self, name: str, status: int) -> None:
+        check(name, self._driver.CUresult(status))
 
     @functools.cached_property
     def capability(self) -> tuple[int, int]:
@@ -191,7 +215,7 @@ class Device:
             )
         if number not in LEGACY_STREAMS and (not 0 < number < 2**64 or number % _HANDLE_ALIGNMENT):
             raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
-        if number not in LEGACY_STREAMS and self._context_of(number) != int(self._context):
+        if number not in LEGACY_STREAMS and self._context_of(number) != self._own_context:
             raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {number:#x} is of another")
         self.refuse_capture(number)
         return number
@@ -214,13 +238,13 @@ class Device:
             raise
 
     def _captured(self, stream: int) -> bool:
-        status = self._driver.CUstreamCaptureStatus
-        try:
-            return bool(self.call("cuStreamIsCapturing", stream) != status.CU_STREAM_CAPTURE_STATUS_NONE)
-        except CUDAError as error:
-            if error.code == _IMPLICITLY_CAPTURED:
-                return True
-            raise
+        asked = self._asked
+        status = asked.is_capturing(stream, asked.capture_at)
+        if not status:
+            return asked.capture.value != _NOT_CAPTURED
+        if status != _IMPLICITLY_CAPTURED:
+            self._check("cuStreamIsCapturing", status)
+        return True
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.

@@ -40,6 +40,9 @@ class DType(enum.Enum):
         self.itemsize = itemsize
         self.nccl = nccl
 
+    # Members are equal only to themselves. Enum's own hash is a Python function, and operations are looked up by them.
+    __hash__ = object.__hash__
+
     @classmethod
     def parse(cls, value: DType | str) -> DType:
         """Return the member for a member or a NumPy/ml_dtypes name.
@@ -84,6 +87,8 @@ class ReduceOp(enum.Enum):
     def __init__(self, label: str, nccl: int) -> None:
         self.label = label
         self.nccl = nccl
+
+    __hash__ = object.__hash__
 
     @classmethod
     def parse(cls, value: ReduceOp | str) -> ReduceOp:

@@ -18,7 +18,7 @@ import fcntl
 import mmap
 import os
 import struct
-import time
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,9 +41,12 @@ _NONE = 0xFF
 _NO_ROOT = 0xFFFFFFFF
 _MASK = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15
+_MOST_SHAPES = 4096
 _WORD = struct.Struct("=Q")
-# time ns, chain (or peer and number), signature, count, site, bound ms, stream, number
-_WHOLE = struct.Struct("=8Q").pack_into
+# signature, count, site, bound ms, stream: what is the same each time that one operation is submitted
+_CODE = struct.Struct("=5Q").pack
+# time ns, chain (or peer and number), the code, number; native, as that is what packs a word at once
+_WHOLE = struct.Struct("QQ40sQ").pack_into
 _SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
 _BEAT, _POSITION = 0, 8
 
@@ -110,7 +113,7 @@ class Recorder:
         self._map = mmap.mmap(self.fd, SIZE)
         self._bound = max(1, int(deadline * 1000))
         self._chain = self._position = 0
-        self._signatures: dict[tuple[Any, ...], int] = {}
+        self._codes: dict[tuple[Any, ...], tuple[Any, int, bytes]] = {}
         self._sites: dict[str, int] = {}
         self._next_site = 0
 
@@ -128,26 +131,38 @@ class Recorder:
         number : int
             Its sequence number; of a send or receive, its number between the two ranks.
         """
-        dtype, op, root, site, count = operation.dtype, operation.op, operation.root, operation.site, operation.count
-        what = operation.kind, dtype.nccl, None if op is None else op.nccl, root
-        signature = self._signatures.get(what)
-        if signature is None:
-            signature = self._signatures[what] = _signature(operation)
-        place = self._sites.get(site)
-        if place is None:
-            place = self._new_site(site)
-        if operation.peer is None:
-            link = (self._chain ^ signature) * _ODD & _MASK
-            self._chain = link = ((link ^ link >> 32 ^ count) * _ODD + number) & _MASK
-            at, stamp = _HEADER + number % COLLECTIVES * _RECORD, number
+        known = operation.code
+        if known is None or known[0] is not self._codes:
+            operation.code = known = self._code(operation)
+        peer = operation.peer
+        if peer is None:
+            # Odd, so that what follows a difference cannot undo it; and shapes are spread over all bits.
+            self._chain = link = (self._chain * _ODD + known[1]) & _MASK
+            at, stamp = (number % COLLECTIVES << 6) + _HEADER, number
         else:
             self._position = stamp = self._position + 1
-            link = operation.peer << 40 | number
-            at = _PAIRS_AT + stamp % PAIRS * _RECORD
+            link = peer << 40 | number
+            at = (stamp % PAIRS << 6) + _PAIRS_AT
             _WORD.pack_into(self._map, _POSITION, stamp)
-        bound = 0 if operation.waits_for_ever else self._bound
         # One call, which clears all words and then stores them in this order.
-        _WHOLE(self._map, at, time.monotonic_ns(), link, signature, count, place, bound, operation.stream, stamp)
+        _WHOLE(self._map, at, monotonic_ns(), link, known[2], stamp)
+
+    def _code(self, operation: Operation) -> tuple[Any, int, bytes]:
+        """Return what is the same each time: in which table it is good, its hash, and its words.
+
+        Call sites have numbers, which are given anew when there are too many: then all codes are void.
+        """
+        what = operation.kind, operation.dtype, operation.op, operation.root, operation.count
+        key = what, operation.site, operation.stream, operation.waits_for_ever
+        code = self._codes.get(key)
+        if code is None:
+            place = self._sites.get(operation.site) or self._new_site(operation.site)
+            if len(self._codes) >= _MOST_SHAPES:
+                self._codes = {}
+            signature, bound = _signature(operation), 0 if operation.waits_for_ever else self._bound
+            words = _CODE(signature, operation.count, place, bound, operation.stream)
+            code = self._codes[key] = self._codes, _mixed(signature, operation.count), words
+        return code
 
     def begin_at(self, sequence: int) -> None:
         """Go on after `sequence`, which all ranks have agreed on: what came before is not compared any more."""
@@ -157,6 +172,7 @@ class Recorder:
         self._next_site += 1
         if len(self._sites) >= SITES:
             self._sites.clear()
+            self._codes = {}
         self._sites[text] = self._next_site
         raw = text.encode(errors="replace")[-(_TEXT - 10) :]
         at = _SITES_AT + self._next_site % SITES * _TEXT
@@ -174,6 +190,14 @@ def _signature(operation: Operation) -> int:
     op = _NONE if operation.op is None else operation.op.nccl
     root = _NO_ROOT if operation.root is None else operation.root
     return KINDS.index(operation.kind) | operation.dtype.nccl << 8 | op << 16 | root << 32
+
+
+def _mixed(signature: int, count: int) -> int:
+    """Return a hash of 64 bits in which what differs little differs everywhere."""
+    mixed = (signature * _ODD ^ count) & _MASK
+    for _ in range(3):
+        mixed = (mixed ^ mixed >> 32) * _ODD & _MASK
+    return mixed
 
 
 class Reader:
@@ -210,7 +234,7 @@ class Reader:
 
     def beat(self) -> None:
         """Tell the rank that its watcher runs."""
-        self._words[_BEAT] = time.monotonic_ns()
+        self._words[_BEAT] = monotonic_ns()
 
     def head(self) -> int:
         """Return the number of the newest collective; 0: none yet."""

@@ -17,9 +17,16 @@ HOST_STREAM = 0
 """The one stream of host memory: the caller itself, one operation at a time."""
 
 _LARGEST = 2**63
+_LARGEST_POINTER = 2**64
+_MOST_OPERATIONS = 1024
+_CALLER = 3
+"""Frames from ``call_site`` to whoever called one of the twenty methods."""
 
 
-def _whole(name: str, value: int, low: int, high: int) -> int:
+def _whole(name: str, value: int, low: int, high: int, kind: str = "") -> int:
+    if value.__class__ is int and low <= value < high:
+        return value
+    name = f"{kind}: {name}" if kind else name
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if not low <= value < high:
@@ -46,6 +53,7 @@ class Plane(Submitting):
         self._handles: dict[int, Any] = {}
         self._next_handle = itertools.count(1)
         self._memory = Allocator(who, self._allocate, self._free)
+        self._operations: dict[tuple[Any, ...], Operation] = {}
 
     # -- the twenty methods ------------------------------------------------------------------------------------------
 
@@ -211,27 +219,34 @@ class Plane(Submitting):
         rule, dtype = RULES[kind], DType.parse(dtype)
         op = ReduceOp.parse(op) if op is not None else None
         _whole("nbytes", nbytes, 0, _LARGEST)
-        if nbytes % dtype.itemsize:
+        count, rest = divmod(nbytes, dtype.itemsize)
+        if rest:
             raise ValueError(f"{self.who}: {kind}: {nbytes} bytes are no whole number of {dtype.label} elements")
-        for name, ptr, blocks in (("send", send, rule.send_blocks), ("recv", recv, rule.recv_blocks)):
-            if blocks:
-                _whole(f"{kind}: {name} pointer", ptr, 1 if nbytes else 0, 2**64)
-        for name, value in (("root", root), ("peer", peer)):
-            if value is not None:
-                _whole(f"{kind}: {name}", value, 0, self._world_size)
-        count, stream = nbytes // dtype.itemsize, self.stream if stream is None else stream
-        return Operation(
-            kind,
-            count,
-            dtype,
-            send,
-            recv,
-            op,
-            root,
-            peer,
-            call_site(),
-            stream,
-            aside,
-            waits or waits_for_ever,
-            waits_for_ever,
+        least = 1 if nbytes else 0
+        if rule.send_blocks:
+            _whole("send pointer", send, least, _LARGEST_POINTER, kind)
+        if rule.recv_blocks:
+            _whole("recv pointer", recv, least, _LARGEST_POINTER, kind)
+        if root is not None:
+            _whole("root", root, 0, self._world_size, kind)
+        if peer is not None:
+            _whole("peer", peer, 0, self._world_size, kind)
+        waits = waits or waits_for_ever
+        ordered = self.stream if stream is None else stream
+        site = call_site(_CALLER)
+        return self.operation(
+            kind, count, dtype, send, recv, op, root, peer, site, ordered, aside, waits, waits_for_ever
         )
+
+    def operation(self, *facts: Any) -> Operation:
+        """Return the operation with these facts, in the order of its fields: the one that was made before, if any.
+
+        Loops ask for the same ones again and again, and what was found out of one (how it is recorded and called) is
+        kept in it.
+        """
+        made = self._operations.get(facts)
+        if made is None:
+            if len(self._operations) >= _MOST_OPERATIONS:
+                self._operations.clear()
+            made = self._operations[facts] = Operation(*facts)
+        return made

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
@@ -95,7 +97,7 @@ class Issuer:
 
     def issue(self, comm: int, operations: Sequence[Operation]) -> None:
         """Issue operations together."""
-        if self.adds(operations):
+        if self.add_kernel and self.adds(operations):
             self._exchange_and_add(comm, operations[0])
         elif len(operations) == 1:
             self._call(comm, operations[0])
@@ -121,6 +123,16 @@ class Issuer:
         return self._types[dtype]
 
     def _call(self, comm: int, operation: Operation) -> None:
+        call = operation.call
+        if call is None or call[0] != comm:
+            name = _FUNCTIONS[operation.kind]
+            operation.call = call = comm, self._prepared(name, comm, operation), name
+        result = call[1]()
+        if result != nccl.SUCCESS:
+            nccl.check(self._library, call[2], result)
+
+    def _prepared(self, name: str, comm: int, operation: Operation) -> Any:
+        """Return the call, with its arguments as ctypes passes them: the operation may come again."""
         rule = operation.rule
         arguments: list[int | None] = [operation.send] if rule.send_blocks else []
         arguments += [operation.recv] if rule.recv_blocks else []
@@ -128,9 +140,10 @@ class Issuer:
         arguments += [operation.op.nccl] if rule.reduces and operation.op is not None else []
         arguments += [operation.root] if rule.rooted else []
         arguments += [operation.peer] if rule.paired else []
-        # Every number was checked when the operation was made, so the typed function alone is enough.
-        name = _FUNCTIONS[operation.kind]
-        nccl.check(self._library, name, self._library.function(name)(*arguments, comm, operation.stream))
+        kinds = self._library.function(name).argtypes
+        # Every number was checked when the operation was made.
+        values = zip(kinds, [*arguments, comm, operation.stream], strict=True)
+        return functools.partial(self._library.untyped(name), *[kind.from_param(value) for kind, value in values])
 
     # -- two ranks: send, receive and add ----------------------------------------------------------------------------
 

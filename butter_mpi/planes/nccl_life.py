@@ -199,8 +199,13 @@ class NcclLife(OnDevice, PeerPlane):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _issue(self, operations: Sequence[Operation]) -> None:
-        with self._inside:
-            self._issuer.issue(self._handle("submitting"), operations)
+        marks = self._inside.marks
+        marks.append(None)
+        try:
+            comm = self._comm
+            self._issuer.issue(self._handle("submitting") if comm is None else comm, operations)
+        finally:
+            marks.pop()
 
     def _handle(self, what: str) -> int:
         """Return the communicator's handle, to a thread that is marked as inside; another may have taken it away."""

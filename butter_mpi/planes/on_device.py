@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from butter_mpi.collectives import Operation, call_site, control_signature, signature
+from butter_mpi.collectives import Operation, call_site, control_signature
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
@@ -40,19 +40,22 @@ class OnDevice(Plane):
 
     def _admit(self, operation: Operation) -> None:
         """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""
-        for stream in (operation.stream, *operation.named):
-            self._ask(self.device.refuse_capture, stream)
+        refuse = self.device.refuse_capture
+        try:
+            refuse(operation.stream)
+            for stream in operation.named:
+                refuse(stream)
+        except (CUDAError, ValueError) as error:
+            self._answer(refuse.__name__, self.who, error)
 
     def _follow(self, operation: Operation) -> None:
-        if operation.named:
-            with self._poisoning(signature(operation, self._next_number(operation))):
-                for stream in operation.named:
-                    self._order(stream, operation.stream)
-
-    def _lead(self, operations: Sequence[Operation]) -> None:
-        for operation in operations:
+        with self._poisoning((operation, self._next_number(operation))):
             for stream in operation.named:
-                self._order(operation.stream, stream)
+                self._order(stream, operation.stream)
+
+    def _lead(self, operation: Operation) -> None:
+        for stream in operation.named:
+            self._order(operation.stream, stream)
 
     def _order(self, earlier: int, later: int) -> None:
         """Let what comes later on one stream wait for what another one holds now; the event can be used again."""
@@ -64,13 +67,16 @@ class OnDevice(Plane):
 
         A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
         """
-        name = question.__name__
-        self._check(name)
+        self._check(question.__name__)
         try:
             return question(subject)
-        except ValueError as error:
-            raise ValueError(f"{what or self.who}: {error}") from None
-        except CUDAError as error:
-            record = control_signature(name, self.sequence, call_site())
-            with LANE.held(self.who, name, self.deadline), self._poisoning(record):
-                raise error
+        except (CUDAError, ValueError) as error:
+            self._answer(question.__name__, what or self.who, error)
+
+    def _answer(self, name: str, what: str, error: CUDAError | ValueError) -> NoReturn:
+        """Raise what a question ended by."""
+        if isinstance(error, ValueError):
+            raise ValueError(f"{what}: {error}") from None
+        record = control_signature(name, self.sequence, call_site())
+        with LANE.held(self.who, name, self.deadline), self._poisoning(record):
+            raise error
