@@ -1,8 +1,9 @@
-"""Host time of one all_reduce: what each layer adds to the C call, as ratios of one run.
+"""Host time of one all_reduce: what each layer adds to the C call, as ratios of one run, and what each feature costs.
 
 ``mpirun -np 2 python -m butter_mpi.bench`` on GPUs (or ``--share-gpu`` on one); like the selftest it sets the policy
-variables where they are unset. Every rank makes the same calls in the
-same order; the variants take turns, so that a machine that gets slower meets all of them. The data is checked first.
+variables where they are unset. Every rank makes the same calls in the same order; the variants take turns, so that a
+machine that gets slower meets all of them. Calls are put on a stream that is kept busy meanwhile: their host time is
+then that of putting them there, whether the device is quick or not. The data is checked first.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ import ctypes
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from butter_mpi import bootstrap, nccl
+from butter_mpi.collectives import call_site
 from butter_mpi.communicator import Communicator
+from butter_mpi.cuda import check, load_driver, prepared
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
+from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
 from butter_mpi.policy import set_unset_policy
+from butter_mpi.recorder import Recorder
 
 __all__ = ["main"]
 
 _COUNT = 16
-_CALLS, _ROUNDS = 500, 9
+# No more calls than every driver takes on a stream that stands still.
+_CALLS, _ROUNDS = 100, 25
+_LOOPS, _REPEATS = 200, 200
+_BUSY_MICROSECONDS = 10_000
 _SECONDS = 30.0
 
 
@@ -40,6 +49,14 @@ class _Array:
         self.__cuda_array_interface__ = {**shape, "data": (self.pointer, False)}
 
 
+def _keep_busy(stream: int) -> None:
+    """Let the stream stand still for a while, by a C function that needs no interpreter."""
+    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    arguments = [ctypes.c_void_p.from_param(value) for value in (stream, sleep, _BUSY_MICROSECONDS)]
+    status = prepared("cuLaunchHostFunc", *arguments)()
+    check("cuLaunchHostFunc", load_driver().CUresult(status))
+
+
 def _wait(device: Device, stream: int) -> None:
     end = time.monotonic() + _SECONDS
     while not device.ready(stream):
@@ -50,6 +67,8 @@ def _wait(device: Device, stream: int) -> None:
 
 def _check(comm: Communicator, device: Device, array: _Array, stream: int) -> None:
     """Raise unless the sum of ones is the world size: before that its speed means nothing."""
+    if comm.world_size < 2:
+        raise ButterError("one rank makes no NCCL call; start it with mpirun -np 2")
     host = (ctypes.c_float * _COUNT)(*[1.0] * _COUNT)
     device.copy(array.pointer, ctypes.addressof(host), ctypes.sizeof(host), stream)
     comm.all_reduce(array, stream=stream)
@@ -65,26 +84,24 @@ def _variants(comm: Communicator, array: _Array, stream: int) -> dict[str, Calla
     library, handle = plane.native()
     dtype, op, at = DType.FLOAT32, ReduceOp.SUM, array.pointer
     arguments = (at, at, _COUNT, dtype.nccl, op.nccl, handle, stream)
-    typed = library.function("ncclAllReduce")
+    typed_call = library.function("ncclAllReduce")
     return {
         "ctypes, arguments prepared": nccl.prepared(library, "ncclAllReduce", *arguments),
-        "ctypes, arguments typed": lambda: typed(*arguments),
+        "ctypes, arguments typed": lambda: typed_call(*arguments),
+        "plan": comm.plan_all_reduce(array, stream=stream),
         "backend.all_reduce": lambda: plane.all_reduce(at, 4 * _COUNT, dtype=dtype),
         "Communicator.all_reduce": lambda: comm.all_reduce(array, stream=stream),
     }
 
 
-def _measure(comm: Communicator, device: Device, stream: int) -> dict[str, float]:
+def _measure(comm: Communicator, device: Device, array: _Array, stream: int) -> dict[str, float]:
     """Return the median over rounds of the mean host time of a call, in microseconds."""
-    if comm.world_size < 2:
-        raise ButterError("one rank makes no NCCL call; start it with mpirun -np 2")
-    array = _Array(device, stream)
-    _check(comm, device, array, stream)
     variants = _variants(comm, array, stream)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(_ROUNDS + 1):
         for name, call in variants.items():
             comm.all_gather_json(None)
+            _keep_busy(stream)
             began = time.perf_counter()
             for _ in range(_CALLS):
                 call()
@@ -95,11 +112,61 @@ def _measure(comm: Communicator, device: Device, stream: int) -> dict[str, float
     return {name: statistics.median(some) for name, some in times.items()}
 
 
-def _table(medians: dict[str, float], comm: Communicator) -> str:
+def _features(comm: Communicator, array: _Array, stream: int) -> dict[str, float]:
+    """Return what each feature of a submission costs, in nanoseconds: alone, as the path does it, less an empty call.
+
+    Nothing is submitted, and numbers are as before in the end. The recorder is another one, which no watcher reads.
+    """
+    plane: Any = comm.backend
+    at, kind = array.pointer, "all_reduce"
+    facts = (DType.FLOAT32, at, at, ReduceOp.SUM, None, None, call_site(), stream, False, False, False)
+    operation = plane.operation(kind, _COUNT, *facts)
+    recorder, marks, sequence = Recorder(plane.deadline), plane._inside.marks, plane.sequence
+
+    def health() -> None:
+        state = plane.health
+        if state.cause is not None or state.closed or plane._ended():
+            plane._refuse(kind)
+
+    def number() -> None:
+        plane.sequence = plane.sequence + 1
+
+    def mark() -> None:
+        plane._flight = operation, sequence
+        marks.append(None)
+        marks.pop()
+        plane._flight = None
+
+    def turn() -> None:
+        LANE.take(plane.who, kind, plane.deadline)
+        LANE.give()
+
+    features: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "health": health,
+        "sequence": number,
+        "in-flight mark": mark,
+        "call site": lambda: call_site(1),
+        "record": lambda: recorder.write(operation, sequence),
+        "turn on the lane": turn,
+        "capture and context": lambda: plane._admit(operation),
+    }
+    # The least of many: what other processes take of this machine is none of theirs.
+    least = {name: min(timeit.repeat(call, number=_LOOPS, repeat=_REPEATS)) for name, call in features.items()}
+    plane.sequence = sequence
+    recorder.close()
+    empty = least.pop("nothing")
+    return {name: 1e9 * max(0.0, value - empty) / _LOOPS for name, value in least.items()}
+
+
+def _table(medians: dict[str, float], features: dict[str, float], comm: Communicator) -> str:
     floor = next(iter(medians.values()))
     transport = ", ".join(getattr(comm.backend, "transport", {})) or "none"
     lines = [f"host time of one all_reduce of {_COUNT} float32, {comm.world_size} ranks, transport {transport}"]
     lines += [f"  {name:28} {value:8.2f} us  {value / floor:6.2f} x" for name, value in medians.items()]
+    lines += ["", "what each feature of a submission costs of that, timed alone"]
+    lines += [f"  {name:28} {value:8.0f} ns" for name, value in features.items()]
+    lines += [f"  {'the first five together':28} {sum(list(features.values())[:5]):8.0f} ns"]
     return "\n".join(lines)
 
 
@@ -123,9 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with bootstrap.init(plane="nccl", share_gpu=options.share_gpu or None) as comm:
             plane: Any = comm.backend
-            medians = _measure(comm, plane.device, plane.stream)
+            array = _Array(plane.device, plane.stream)
+            _check(comm, plane.device, array, plane.stream)
+            medians = _measure(comm, plane.device, array, plane.stream)
+            features = _features(comm, array, plane.stream)
             if comm.rank == 0:
-                print(_table(medians, comm))
+                print(_table(medians, features, comm))
     except ButterError as error:
         # A refusal is the same on every rank, and once is enough.
         if not read_launch(c_environment()).claimed_rank:

@@ -6,9 +6,9 @@ One row of :data:`RULES` per operation, so that one checked path serves all of t
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from sys import _getframe
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,8 +20,10 @@ __all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "control_sig
 _INSIDE = ("butter_mpi.communicator", "butter_mpi.plans", "butter_mpi.planes", "butter_mpi.lane", "contextlib")
 _LONGEST_SITE = 120
 _MOST_SITES = 4096
-# By code and instruction, which are cheaper to ask for than a line. The code is kept, so that its id stays its own.
-_SITES: dict[tuple[int, int], tuple[CodeType, str]] = {}
+# By code and instruction, which are cheaper to ask for than a line; empty: inside this library. Codes are kept, so that
+# their ids stay their own.
+_SITES: dict[tuple[int, int], str] = {}
+_CODES: list[CodeType] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +137,36 @@ def call_site(depth: int = 1) -> str:
         The place, or ``"?"``.
     """
     try:
-        frame: FrameType | None = sys._getframe(depth)
+        frame = _getframe(depth)
     except ValueError:
         # A thread whose first frame is of this library.
         return "?"
+    return _SITES.get((id(frame.f_code), frame.f_lasti)) or _outside(frame)
+
+
+def _outside(frame: FrameType | None) -> str:
+    """Return where the innermost frame outside this library stands, of `frame` and its callers."""
     while frame is not None:
-        code = frame.f_code
-        known = _SITES.get((id(code), frame.f_lasti)) or _place(frame)
-        if known[1]:
-            return known[1]
+        place = id(frame.f_code), frame.f_lasti
+        text = _SITES.get(place)
+        if text is None:
+            text = _place(frame)
+            if len(_SITES) >= _MOST_SITES:
+                _SITES.clear()
+                _CODES.clear()
+            _SITES[place] = text
+            _CODES.append(frame.f_code)
+        if text:
+            return text
         frame = frame.f_back
     return "?"
 
 
-def _place(frame: FrameType) -> tuple[CodeType, str]:
-    """Return where a frame stands, as people read it, or nothing where it is of this library; and keep it."""
-    if len(_SITES) >= _MOST_SITES:
-        _SITES.clear()
-    code, text = frame.f_code, ""
-    if not str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
-        text = f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{frame.f_lineno}"[-_LONGEST_SITE:]
-    place = _SITES[id(code), frame.f_lasti] = code, text
-    return place
+def _place(frame: FrameType) -> str:
+    """Return where a frame stands, as people read it, or nothing where it is of this library."""
+    if str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
+        return ""
+    return f"{os.sep.join(frame.f_code.co_filename.rsplit(os.sep, 2)[-2:])}:{frame.f_lineno}"[-_LONGEST_SITE:]
 
 
 _PLAN_KEYS = ("operation", "count", "dtype", "op", "root")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from butter_mpi.cuda import call, check, load_driver, ordinal_of, typed
+from butter_mpi.cuda import call, check, load_driver, ordinal_of, prepared
 from butter_mpi.errors import CUDAError
 
 __all__ = ["LEGACY_STREAMS", "Device", "same_stream"]
@@ -32,6 +33,7 @@ _INVALID_VALUE = 1
 _HOST_MEMORY = 1
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
 _IMPLICITLY_CAPTURED, _NOT_CAPTURED = 906, 0
+_MOST_STREAMS = 256
 
 
 def same_stream(one: int, other: int) -> bool:
@@ -39,16 +41,30 @@ def same_stream(one: int, other: int) -> bool:
     return one == other or (one in LEGACY_STREAMS and other in LEGACY_STREAMS)
 
 
-class _Asked(threading.local):
-    """Where the driver writes its answers to a thread: two questions that every operation asks."""
+class _Questions:
+    """What every operation asks the driver, prepared: called without arguments; and where the answers are written."""
 
     def __init__(self) -> None:
         self.context, self.capture = ctypes.c_void_p(), ctypes.c_int()
-        # Prepared once: called without arguments.
-        current = typed("cuCtxGetCurrent", ctypes.c_void_p)
-        self.get_current = functools.partial(current, ctypes.byref(self.context))
-        self.is_capturing = typed("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)
-        self.capture_at = ctypes.byref(self.capture)
+        self.get_current = prepared("cuCtxGetCurrent", ctypes.byref(self.context))
+        self._of: dict[int, Callable[[], int]] = {}
+
+    def is_capturing(self, stream: int) -> int:
+        """Ask whether a stream is in capture; returns the driver's status."""
+        question = self._of.get(stream)
+        if question is None:
+            if len(self._of) >= _MOST_STREAMS:
+                self._of.clear()
+            handle, answer = ctypes.c_void_p.from_param(stream), ctypes.byref(self.capture)
+            question = self._of[stream] = prepared("cuStreamIsCapturing", handle, answer)
+        return question()
+
+
+class _Asked(threading.local):
+    """The questions of each thread: answers of two must not meet."""
+
+    def __init__(self) -> None:
+        self.questions = _Questions()
 
 
 class Device:
@@ -125,19 +141,16 @@ class Device:
         ValueError
             Another context is current.
         """
-        asked = self._asked
-        status, current = asked.get_current(), asked.context.value
-        if status or current != self._own_context:
-            self._refuse_context(status, current)
-
-    def _refuse_context(self, status: int, current: int | None) -> None:
-        self._check("cuCtxGetCurrent", status)
-        if current:
+        asked = self._asked.questions
+        self._check("cuCtxGetCurrent", asked.get_current())
+        if not asked.context.value:
+            self.make_current()
+        elif asked.context.value != self._own_context:
             raise ValueError(_OTHER_CONTEXT.format(self.ordinal))
-        self.make_current()
 
     def _check(self, name: str, status: int) -> None:
-        check(name, self._driver.CUresult(status))
+        if status:
+            check(name, self._driver.CUresult(status))
 
     @functools.cached_property
     def capability(self) -> tuple[int, int]:
@@ -222,7 +235,13 @@ class Device:
 
     def refuse_capture(self, stream: int) -> None:
         """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is."""
-        self.enter()
+        asked = self._asked.questions
+        if asked.get_current() or asked.context.value != self._own_context:
+            self.enter()
+        if asked.is_capturing(stream) or asked.capture.value != _NOT_CAPTURED:
+            self._refuse_captured(stream)
+
+    def _refuse_captured(self, stream: int) -> None:
         if self._captured(stream):
             raise ValueError(
                 f"stream must not be captured into a CUDA graph: {stream:#x} is. A graph that replays an operation "
@@ -238,13 +257,12 @@ class Device:
             raise
 
     def _captured(self, stream: int) -> bool:
-        asked = self._asked
-        status = asked.is_capturing(stream, asked.capture_at)
-        if not status:
-            return asked.capture.value != _NOT_CAPTURED
-        if status != _IMPLICITLY_CAPTURED:
-            self._check("cuStreamIsCapturing", status)
-        return True
+        asked = self._asked.questions
+        status = asked.is_capturing(stream)
+        if status == _IMPLICITLY_CAPTURED:
+            return True
+        self._check("cuStreamIsCapturing", status)
+        return asked.capture.value != _NOT_CAPTURED
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.

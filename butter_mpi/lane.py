@@ -21,6 +21,8 @@ class Lane:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.give = self._lock.release
+        """Give one hold back."""
         self._holder, self._what = 0, ""
         self._pid = os.getpid()
         self.forked = False
@@ -66,10 +68,6 @@ class Lane:
                 "Submit from one thread, or end the group that the other thread opened"
             )
         self._holder, self._what = threading.get_ident(), what
-
-    def give(self) -> None:
-        """Give one hold back."""
-        self._lock.release()
 
     @contextmanager
     def held(self, who: str, what: str, patience: float) -> Iterator[None]:

@@ -131,21 +131,21 @@ class Recorder:
         number : int
             Its sequence number; of a send or receive, its number between the two ranks.
         """
-        known = operation.code
-        if known is None or known[0] is not self._codes:
-            operation.code = known = self._code(operation)
+        code = operation.code
+        if code is None or code[0] is not self._codes:
+            operation.code = code = self._code(operation)
+        _, mixed, words = code
         peer = operation.peer
+        # One call, which clears all words and then stores them in this order.
         if peer is None:
             # Odd, so that what follows a difference cannot undo it; and shapes are spread over all bits.
-            self._chain = link = (self._chain * _ODD + known[1]) & _MASK
-            at, stamp = (number % COLLECTIVES << 6) + _HEADER, number
+            self._chain = link = (self._chain * _ODD + mixed) & _MASK
+            _WHOLE(self._map, number % COLLECTIVES * _RECORD + _HEADER, monotonic_ns(), link, words, number)
         else:
             self._position = stamp = self._position + 1
-            link = peer << 40 | number
-            at = (stamp % PAIRS << 6) + _PAIRS_AT
             _WORD.pack_into(self._map, _POSITION, stamp)
-        # One call, which clears all words and then stores them in this order.
-        _WHOLE(self._map, at, monotonic_ns(), link, known[2], stamp)
+            at = stamp % PAIRS * _RECORD + _PAIRS_AT
+            _WHOLE(self._map, at, monotonic_ns(), peer << 40 | number, words, stamp)
 
     def _code(self, operation: Operation) -> tuple[Any, int, bytes]:
         """Return what is the same each time: in which table it is good, its hash, and its words.

@@ -43,6 +43,8 @@ class Plane(Submitting):
         Of ``Submitting``.
     """
 
+    __slots__ = ("_handles", "_memory", "_next_handle", "_operations", "stream")
+
     NAME: str
     on_device = False
     """Whether operations work on device memory."""
@@ -216,11 +218,12 @@ class Plane(Submitting):
         waits_for_ever: bool = False,
     ) -> Operation:
         """Return a checked operation on raw pointers."""
-        rule, dtype = RULES[kind], DType.parse(dtype)
-        op = ReduceOp.parse(op) if op is not None else None
+        rule = RULES[kind]
+        dtype = dtype if dtype.__class__ is DType else DType.parse(dtype)
+        op = op if op is None or op.__class__ is ReduceOp else ReduceOp.parse(op)
         _whole("nbytes", nbytes, 0, _LARGEST)
-        count, rest = divmod(nbytes, dtype.itemsize)
-        if rest:
+        count = nbytes // dtype.itemsize
+        if count * dtype.itemsize != nbytes:
             raise ValueError(f"{self.who}: {kind}: {nbytes} bytes are no whole number of {dtype.label} elements")
         least = 1 if nbytes else 0
         if rule.send_blocks:

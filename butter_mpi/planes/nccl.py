@@ -72,11 +72,7 @@ class NcclPlane(NcclLife):
 
     # -- operations --------------------------------------------------------------------------------------------------
 
-    def _admit(self, operation: Operation) -> None:
-        super()._admit(operation)
-        if operation.call is not None:
-            # What was issued before is no news for device and library.
-            return
+    def _check_supported(self, operation: Operation) -> None:
         if operation.op is not None and operation.dtype in _FLOAT8 and self.device.capability < _FLOAT8_CAPABILITY:
             raise NotSupportedError(
                 f"{self.who}: {operation.kind} of {operation.dtype.label}: this device has compute capability "
@@ -88,15 +84,19 @@ class NcclPlane(NcclLife):
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         if self._strict:
             self._meet(numbered)
-        operations, aside = [], set[int]()
+        operations: list[Operation] = []
+        aside: list[int] = []
+        pairs = self._issuer.add_kernel != 0
         for operation, _ in numbered:
-            if operation.aside:
-                aside.add(operation.stream)
-            operations.append(self._issued(operation))
+            pairs = pairs or operation.peer is not None
+            if operation.aside and operation.stream not in aside:
+                aside.append(operation.stream)
+            same = not operation.aside and operation.kind != "barrier"
+            operations.append(operation if same else self._issued(operation))
         for stream in aside:
             self._order(stream, self._aside)
         waits = len(numbered) == 1 and numbered[0][0].waits
-        if waits or self._connects_late or self._connects(operations):
+        if waits or self._connects_late or (pairs and not self._issuer.pairs(operations) <= self._connected):
             self._issue_bounded(operations, numbered)
         else:
             self._issue(operations)
@@ -104,15 +104,6 @@ class NcclPlane(NcclLife):
             self._order(self._aside, stream)
         if waits:
             self._wait_for(*numbered[0])
-
-    def _connects(self, operations: Sequence[Operation]) -> bool:
-        """Return whether operations use pairs of ranks that are not connected yet."""
-        if self._issuer.add_kernel:
-            return not self._issuer.pairs(operations) <= self._connected
-        for operation in operations:
-            if operation.peer is not None and (operation.peer, operation.kind) not in self._connected:
-                return True
-        return False
 
     def _meet(self, numbered: Sequence[Numbered]) -> None:
         """Compare what ranks submit, and how it will be moved: a rank that adds waits for one that adds."""
@@ -126,8 +117,6 @@ class NcclPlane(NcclLife):
 
     def _issued(self, operation: Operation) -> Operation:
         """Return an operation as it is put on a stream: a barrier as a sum, what runs aside on this plane's own."""
-        if not operation.aside and operation.kind != "barrier":
-            return operation
         if operation.issued is None:
             whole = operation if operation.kind != "barrier" else self._barrier_operation(operation.stream)
             operation.issued = replace(whole, stream=self._aside) if operation.aside else whole

@@ -40,13 +40,19 @@ class OnDevice(Plane):
 
     def _admit(self, operation: Operation) -> None:
         """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""
-        refuse = self.device.refuse_capture
+        device = self._device
+        assert device is not None
         try:
-            refuse(operation.stream)
+            device.refuse_capture(operation.stream)
             for stream in operation.named:
-                refuse(stream)
+                device.refuse_capture(stream)
         except (CUDAError, ValueError) as error:
-            self._answer(refuse.__name__, self.who, error)
+            self._answer("refuse_capture", self.who, error)
+        if operation.call is None:
+            self._check_supported(operation)
+
+    def _check_supported(self, operation: Operation) -> None:
+        """Raise ``NotSupportedError`` where device or library lack an operation; asked until it was issued once."""
 
     def _follow(self, operation: Operation) -> None:
         with self._poisoning((operation, self._next_number(operation))):

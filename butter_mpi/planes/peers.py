@@ -75,6 +75,7 @@ class PeerPlane(Plane):
         self._mpi, self._start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._transport_errors = (mpi.Exception,)
+        self._ended = mpi.Is_finalized
         self._write = None if sentinel is None else sentinel.recorder.write
         sweep()
 
@@ -219,9 +220,6 @@ class PeerPlane(Plane):
         if self._control.broken is not None:
             return error_from(self.who, *self._control.broken)
         return super()._failed(record, error)
-
-    def _ended(self) -> bool:
-        return bool(self._mpi.Is_finalized())
 
     def _listen(self) -> None:
         self._control.pump()

@@ -52,6 +52,30 @@ class Submitting(ABC):
         Called once with this plane when it is poisoned (the bootstrap ends the job there if asked to).
     """
 
+    # An object with more than 30 attributes in its dictionary is slower at each of them, and at each method.
+    __slots__ = (
+        "_ended",
+        "_flight",
+        "_group",
+        "_group_keeps",
+        "_group_marks",
+        "_group_thread",
+        "_last",
+        "_on_poison",
+        "_pairs",
+        "_pairs_from",
+        "_rank",
+        "_transport_errors",
+        "_world_size",
+        "_write",
+        "deadline",
+        "exit_status",
+        "health",
+        "owner",
+        "sequence",
+        "who",
+    )
+
     def __init__(
         self,
         rank: int,
@@ -68,6 +92,8 @@ class Submitting(ABC):
         self._last: Numbered | None = None
         # An operation with its number, or the record of what moves no data.
         self._flight: Numbered | dict[str, Any] | None = None
+        self._ended: Callable[[], bool] = bool
+        """Tells whether what the plane stands on is gone."""
         self._write: Callable[[Operation, int], None] | None = None
         """What writes a submission where the watcher sees it; one rank alone has no watcher."""
         self._pairs: dict[tuple[int, str], int] = {}
@@ -88,10 +114,12 @@ class Submitting(ABC):
 
         A group keeps what `keep` is alive until it is submitted.
         """
-        kind = operation.kind
-        LANE.take(self.who, kind, self.deadline)
+        LANE.take(self.who, operation.kind, self.deadline)
         try:
-            self._check(kind)
+            # As in _check; a fork has been looked for.
+            health = self.health
+            if health.cause is not None or health.closed or self._ended():
+                self._refuse(operation.kind)
             self._admit(operation)
             if operation.named:
                 self._follow(operation)
@@ -110,22 +138,25 @@ class Submitting(ABC):
             if operation.peer == self._rank:
                 self._check_own_pairs(operations)
                 break
-        first, before, write = operations[0], self.health.cause, self._write
-        self._flight = flight = first, self._next_number(first)
+        before, write = self.health.cause, self._write
+        numbered: list[Numbered] = []
         try:
-            numbered = []
             for operation in operations:
-                number = self._number(operation)
+                if operation.peer is None:
+                    self.sequence = number = self.sequence + 1
+                else:
+                    number = self._number_of_pair(operation)
+                numbered.append((operation, number))
                 if write is not None:
                     write(operation, number)
-                numbered.append((operation, number))
+            self._flight = numbered[0]
             self._execute(numbered)
             for operation in operations:
                 if operation.named:
                     self._lead(operation)
             self._last = numbered[-1]
         except BaseException as error:
-            self._break(flight, before, error)
+            self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
             raise
         finally:
             self._flight = None
@@ -238,12 +269,10 @@ class Submitting(ABC):
             return self.sequence + 1
         return self._pairs.get((operation.peer, operation.kind), self._pairs_from) + 1
 
-    def _number(self, operation: Operation) -> int:
+    def _number_of_pair(self, operation: Operation) -> int:
         number = self._next_number(operation)
-        if operation.peer is None:
-            self.sequence = number
-        else:
-            self._pairs[operation.peer, operation.kind] = number
+        assert operation.peer is not None
+        self._pairs[operation.peer, operation.kind] = number
         return number
 
     def _check_own_pairs(self, operations: Sequence[Operation]) -> None:
@@ -351,10 +380,6 @@ class Submitting(ABC):
         if not self.health.closed and self._ended():
             self.health.closed = "ended by MPI.Finalize"
         self.health.check(self.who, what)
-
-    def _ended(self) -> bool:
-        """Return whether what the plane stands on is gone."""
-        return False
 
     def check(self) -> None:
         """Raise the first cause, also one that a peer has told meanwhile."""
