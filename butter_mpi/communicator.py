@@ -28,6 +28,19 @@ _CALLER = 3
 """Frames from ``call_site`` to whoever called an operation, at least."""
 
 
+class _What:
+    """Who and what a message is about, put into words only where there is a message."""
+
+    __slots__ = ("_comm", "_kind", "_name")
+
+    def __init__(self, comm: Communicator, kind: str, name: str) -> None:
+        self._comm, self._kind, self._name = comm, kind, name
+
+    def __str__(self) -> str:
+        name = f": {self._name}" if self._name else ""
+        return f"{self._comm._plane.who}: {self._kind} #{self._comm.sequence + 1}{name}"
+
+
 class _Group:
     """A class and not a generator: an interrupt between its lines would leave the group open."""
 
@@ -544,8 +557,8 @@ class Communicator(Plans):
         self.records = self.all_gather_json(self._record)
         return self.records
 
-    def _what(self, kind: str) -> str:
-        return f"{self._plane.who}: {kind} #{self.sequence + 1}"
+    def _what(self, kind: str, name: str = "") -> _What:
+        return _What(self, kind, name)
 
     def _op(self, kind: str, op: ReduceOp | str) -> ReduceOp:
         try:
@@ -554,7 +567,7 @@ class Communicator(Plans):
             raise ValueError(f"{self._what(kind)}: {error}") from None
 
     def _view(self, kind: str, name: str, array: Any, *, writable: bool) -> ArrayView:
-        what = f"{self._what(kind)}: {name}"
+        what = self._what(kind, name)
         if not self._plane.on_device:
             return view(array, what, writable=writable)
         seen = device_view(array, what, writable=writable)

@@ -18,15 +18,14 @@ __all__ = [
     "device_absent",
     "devices",
     "load_driver",
-    "ordinal_of",
     "pick_device",
     "prepared",
+    "typed",
 ]
 
 NO_DRIVER = -2
 """The code of an error that no driver gave, because there is none."""
 
-_DEVICE_ORDINAL = 9
 _STUB_LIBRARY, _NO_DEVICE, _INVALID_DEVICE = 34, 100, 101
 _INSTALL = 'install the NVIDIA driver, or run without a GPU: plane="host", BUTTER_MPI_PLANE=host or --plane host'
 
@@ -120,6 +119,26 @@ def prepared(name: str, *arguments: Any) -> Any:
     return functools.partial(_library()[name], *arguments)
 
 
+def typed(name: str, *types: Any) -> Any:
+    """Return a driver function by ctypes, as :func:`prepared` does, for arguments that change.
+
+    Parameters
+    ----------
+    name : str
+        The C function.
+    *types
+        Of its arguments.
+
+    Returns
+    -------
+    callable
+        Returns the number of a ``CUresult``, for :func:`check`.
+    """
+    function = _library()[name]
+    function.argtypes = types
+    return function
+
+
 def check(name: str, status: Any) -> None:
     """Raise unless a driver call succeeded.
 
@@ -138,34 +157,6 @@ def check(name: str, status: Any) -> None:
     if int(status) != 0:
         text = f"CUDA driver call {name} failed with {status.name} ({int(status)})"
         raise CUDAError(text, call=name, code=int(status))
-
-
-def ordinal_of(driver: Any, pointer: int) -> int:
-    """Return the ordinal of the device whose memory is at `pointer` (``cuPointerGetAttribute``).
-
-    By ctypes: cuda-bindings 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2 answer 0 for every device (their issue 2928).
-
-    Parameters
-    ----------
-    driver : module
-        From :func:`load_driver`.
-    pointer : int
-        Device memory; a context is current.
-
-    Returns
-    -------
-    int
-        The ordinal among the visible devices.
-
-    Raises
-    ------
-    CUDAError
-        The driver does not know the memory, or fails.
-    """
-    ordinal, name = ctypes.c_int(), "cuPointerGetAttribute"
-    status = getattr(_library(), name)(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(pointer))
-    check(name, driver.CUresult(status))
-    return ordinal.value
 
 
 def _text(raw: bytes) -> str:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from butter_mpi.cuda import call, check, load_driver, ordinal_of, prepared
+from butter_mpi.cuda import call, check, load_driver, prepared, typed
 from butter_mpi.errors import CUDAError
 
 __all__ = ["LEGACY_STREAMS", "Device", "same_stream"]
@@ -30,7 +30,7 @@ _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _NOT_READY = 600
 _INVALID_VALUE = 1
-_HOST_MEMORY = 1
+_MEMORY_TYPE, _DEVICE_ORDINAL, _HOST_MEMORY = 2, 9, 1
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
 _IMPLICITLY_CAPTURED, _NOT_CAPTURED = 906, 0
 _MOST_STREAMS = 256
@@ -48,6 +48,11 @@ class _Questions:
         self.context, self.capture = ctypes.c_void_p(), ctypes.c_int()
         self.get_current = prepared("cuCtxGetCurrent", ctypes.byref(self.context))
         self._of: dict[int, Callable[[], int]] = {}
+        self.attribute = ctypes.c_int()
+        self._get_attribute = typed("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        self._attribute_at = ctypes.byref(self.attribute)
+        self._get_context = typed("cuStreamGetCtx", ctypes.c_void_p, ctypes.c_void_p)
+        self._context_at = ctypes.byref(self.context)
 
     def is_capturing(self, stream: int) -> int:
         """Ask whether a stream is in capture; returns the driver's status."""
@@ -58,6 +63,16 @@ class _Questions:
             handle, answer = ctypes.c_void_p.from_param(stream), ctypes.byref(self.capture)
             question = self._of[stream] = prepared("cuStreamIsCapturing", handle, answer)
         return question()
+
+    def get_context(self, stream: int) -> int:
+        """Ask of which context a stream is; returns the driver's status."""
+        status: int = self._get_context(stream, self._context_at)
+        return status
+
+    def get_attribute(self, which: int, pointer: int) -> int:
+        """Ask about memory; returns the driver's status."""
+        status: int = self._get_attribute(self._attribute_at, which, pointer)
+        return status
 
 
 class _Asked(threading.local):
@@ -248,13 +263,15 @@ class Device:
                 "takes no sequence number, and no other rank could compare it; end the capture first"
             )
 
-    def _context_of(self, stream: int) -> int:
+    def _context_of(self, stream: int) -> int | None:
+        asked = self._asked.questions
         try:
-            return int(self.call("cuStreamGetCtx", stream))
+            self._check("cuStreamGetCtx", asked.get_context(stream))
         except CUDAError as error:
             if error.code in (_DESTROYED_CONTEXT, _INVALID_HANDLE):
                 raise ValueError(f"stream must be the handle of a CUDA stream; {stream:#x} is none: {error}") from None
             raise
+        return asked.context.value
 
     def _captured(self, stream: int) -> bool:
         asked = self._asked.questions
@@ -307,16 +324,19 @@ class Device:
         ValueError
             Another context is current.
         """
-        memory_type = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         self.enter()
-        try:
-            if int(self.call("cuPointerGetAttribute", memory_type, pointer)) == _HOST_MEMORY:
-                return None
-            return ordinal_of(self._driver, pointer)
-        except CUDAError as error:
-            if error.code == _INVALID_VALUE:
-                return None
-            raise
+        # Not by cuda-python: its 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2 answer 0 for every device (their issue 2928).
+        memory = self._attribute(_MEMORY_TYPE, pointer)
+        return None if memory in (None, _HOST_MEMORY) else self._attribute(_DEVICE_ORDINAL, pointer)
+
+    def _attribute(self, which: int, pointer: int) -> int | None:
+        """Return what the driver knows of memory, ``None`` where it does not know the memory."""
+        asked = self._asked.questions
+        status = asked.get_attribute(which, pointer)
+        if status == _INVALID_VALUE:
+            return None
+        self._check("cuPointerGetAttribute", status)
+        return asked.attribute.value
 
     def load_kernel(self, code: bytes, name: str) -> int:
         """Return a kernel of machine code (``cuModuleLoadData``); it stays loaded."""

@@ -198,7 +198,7 @@ class Plane(Submitting):
             raise ValueError(f"{self.who}: stream must be {self.stream}, the one stream of this plane; got {stream!r}")
         return stream
 
-    def check_pointer(self, pointer: int, what: str) -> None:
+    def check_pointer(self, pointer: int, what: object) -> None:
         """Raise ``ValueError`` where memory is not of this plane."""
 
     def _make(

@@ -31,7 +31,7 @@ class OnDevice(Plane):
         """Return a stream of this device's primary context, not captured."""
         return int(self._ask(self.device.check_stream, stream))
 
-    def check_pointer(self, pointer: int, what: str) -> None:
+    def check_pointer(self, pointer: int, what: object) -> None:
         """Refuse memory of the host, or of another device."""
         owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
         if owner != self.device.ordinal:
@@ -68,7 +68,7 @@ class OnDevice(Plane):
         self.device.record(self._event, earlier)
         self.device.wait(later, self._event)
 
-    def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
+    def _ask(self, question: Callable[[Any], Any], subject: Any, what: object = None) -> Any:
         """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.
 
         A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
@@ -79,7 +79,7 @@ class OnDevice(Plane):
         except (CUDAError, ValueError) as error:
             self._answer(question.__name__, what or self.who, error)
 
-    def _answer(self, name: str, what: str, error: CUDAError | ValueError) -> NoReturn:
+    def _answer(self, name: str, what: object, error: CUDAError | ValueError) -> NoReturn:
         """Raise what a question ended by."""
         if isinstance(error, ValueError):
             raise ValueError(f"{what}: {error}") from None
