@@ -15,9 +15,9 @@ _KINDS = {"f": "float", "i": "int", "u": "uint"}
 _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArrayView:
-    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive.
+    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive. Nobody changes one.
 
     ``stream`` is what the array names in ``__cuda_array_interface__``: work on it may be under way there.
     """
@@ -176,6 +176,8 @@ def stream_handle(stream: Any) -> int:
     TypeError
         Nothing of these.
     """
+    if stream.__class__ is int:
+        return int(stream)
     if hasattr(stream, "__cuda_stream__"):
         return int(stream.__cuda_stream__()[1])
     for name in ("ptr", "cuda_stream"):

@@ -47,22 +47,21 @@ class _Questions:
     def __init__(self) -> None:
         self.context, self.capture = ctypes.c_void_p(), ctypes.c_int()
         self.get_current = prepared("cuCtxGetCurrent", ctypes.byref(self.context))
-        self._of: dict[int, Callable[[], int]] = {}
+        self.captures: dict[int, Callable[[], int]] = {}
         self.attribute = ctypes.c_int()
         self._get_attribute = typed("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
         self._attribute_at = ctypes.byref(self.attribute)
         self._get_context = typed("cuStreamGetCtx", ctypes.c_void_p, ctypes.c_void_p)
         self._context_at = ctypes.byref(self.context)
 
-    def is_capturing(self, stream: int) -> int:
-        """Ask whether a stream is in capture; returns the driver's status."""
-        question = self._of.get(stream)
-        if question is None:
-            if len(self._of) >= _MOST_STREAMS:
-                self._of.clear()
-            handle, answer = ctypes.c_void_p.from_param(stream), ctypes.byref(self.capture)
-            question = self._of[stream] = prepared("cuStreamIsCapturing", handle, answer)
-        return question()
+    def capturing(self, stream: int) -> Callable[[], int]:
+        """Return what asks whether a stream is in capture, and gives the driver's status; it is kept for later."""
+        if len(self.captures) >= _MOST_STREAMS:
+            self.captures.clear()
+        arguments = ctypes.c_void_p.from_param(stream), ctypes.byref(self.capture)
+        question: Callable[[], int] = prepared("cuStreamIsCapturing", *arguments)
+        self.captures[stream] = question
+        return question
 
     def get_context(self, stream: int) -> int:
         """Ask of which context a stream is; returns the driver's status."""
@@ -131,7 +130,7 @@ class Device:
             call(self._driver, "cuDevicePrimaryCtxRelease", self._device)
             raise CUDAError(_OTHER_CONTEXT.format(ordinal), call="cuCtxGetCurrent", code=0)
         self._own_context = int(self._context)
-        self._asked = _Asked()
+        self._asked, self._asked_on_lane = _Asked(), _Questions()
         self.make_current()
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -245,15 +244,19 @@ class Device:
             raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
         if number not in LEGACY_STREAMS and self._context_of(number) != self._own_context:
             raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {number:#x} is of another")
-        self.refuse_capture(number)
+        self._refuse_captured(number)
         return number
 
     def refuse_capture(self, stream: int) -> None:
-        """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is."""
-        asked = self._asked.questions
+        """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is.
+
+        Each operation asks this, so it is made for speed: the answers are written to one place, and only the thread
+        that holds the lane may ask.
+        """
+        asked = self._asked_on_lane
         if asked.get_current() or asked.context.value != self._own_context:
             self.enter()
-        if asked.is_capturing(stream) or asked.capture.value != _NOT_CAPTURED:
+        if (asked.captures.get(stream) or asked.capturing(stream))() or asked.capture.value != _NOT_CAPTURED:
             self._refuse_captured(stream)
 
     def _refuse_captured(self, stream: int) -> None:
@@ -275,7 +278,7 @@ class Device:
 
     def _captured(self, stream: int) -> bool:
         asked = self._asked.questions
-        status = asked.is_capturing(stream)
+        status = (asked.captures.get(stream) or asked.capturing(stream))()
         if status == _IMPLICITLY_CAPTURED:
             return True
         self._check("cuStreamIsCapturing", status)

@@ -64,10 +64,13 @@ class DType(enum.Enum):
         """
         if isinstance(value, cls):
             return value
-        for member in cls:
-            if value == member.label:
-                return member
+        found = _DTYPES.get(value) if isinstance(value, str) else None
+        if found is not None:
+            return found
         raise ValueError(f"dtype must be one of {', '.join(m.label for m in cls)}; got {value!r}")
+
+
+_DTYPES = {member.label: member for member in DType}
 
 
 class ReduceOp(enum.Enum):
@@ -111,7 +114,10 @@ class ReduceOp(enum.Enum):
         """
         if isinstance(value, cls):
             return value
-        for member in cls:
-            if value == member.label:
-                return member
+        found = _OPS.get(value) if isinstance(value, str) else None
+        if found is not None:
+            return found
         raise ValueError(f"op must be one of {', '.join(m.label for m in cls)}; got {value!r}")
+
+
+_OPS = {member.label: member for member in ReduceOp}

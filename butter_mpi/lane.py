@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ class Lane:
         self._lock = threading.RLock()
         self.give = self._lock.release
         """Give one hold back."""
-        self._holder, self._what = 0, ""
+        self._what = ""
         self._pid = os.getpid()
         self.forked = False
         """Whether this process is a fork of the one that the lane was made in."""
@@ -61,13 +62,17 @@ class Lane:
             self.check_fork(who, what)
         # A free lock is taken three times as fast where no time is given.
         if not self._lock.acquire(False) and not self._lock.acquire(timeout=patience):
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            holder = f"thread {names.get(self._holder, self._holder)} in {self._what}"
             raise ButterError(
-                f"{who}: {what}: the lane was held for {patience:g} s by {holder}; nothing was sent. "
+                f"{who}: {what}: the lane was held for {patience:g} s by {self._held_by()}; nothing was sent. "
                 "Submit from one thread, or end the group that the other thread opened"
             )
-        self._holder, self._what = threading.get_ident(), what
+        self._what = what
+
+    def _held_by(self) -> str:
+        """Return who holds the lane: the lock knows the thread, and says so in its text alone."""
+        owner = re.search(r"owner=(\d+)", repr(self._lock))
+        names = {str(thread.ident): thread.name for thread in threading.enumerate()}
+        return f"thread {names.get(owner[1], owner[1]) if owner else '?'} in {self._what}"
 
     @contextmanager
     def held(self, who: str, what: str, patience: float) -> Iterator[None]:

@@ -85,18 +85,23 @@ class NcclPlane(NcclLife):
         if self._strict:
             self._meet(numbered)
         operations: list[Operation] = []
-        aside: list[int] = []
-        pairs = self._issuer.add_kernel != 0
+        special = self._connects_late or self._issuer.add_kernel != 0
         for operation, _ in numbered:
-            pairs = pairs or operation.peer is not None
-            if operation.aside and operation.stream not in aside:
-                aside.append(operation.stream)
-            same = not operation.aside and operation.kind != "barrier"
-            operations.append(operation if same else self._issued(operation))
+            if operation.aside or operation.waits or operation.peer is not None:
+                special = True
+            operations.append(self._issued(operation) if operation.aside or operation.kind == "barrier" else operation)
+        if special:
+            self._execute_special(operations, numbered)
+        else:
+            self._issue(operations)
+
+    def _execute_special(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
+        """Execute what may run beside its stream, be waited for, or wait inside NCCL."""
+        aside = {operation.stream for operation, _ in numbered if operation.aside}
         for stream in aside:
             self._order(stream, self._aside)
         waits = len(numbered) == 1 and numbered[0][0].waits
-        if waits or self._connects_late or (pairs and not self._issuer.pairs(operations) <= self._connected):
+        if waits or self._connects_late or not self._issuer.pairs(operations) <= self._connected:
             self._issue_bounded(operations, numbered)
         else:
             self._issue(operations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from butter_mpi.collectives import Operation, call_site, control_signature
@@ -59,9 +59,10 @@ class OnDevice(Plane):
             for stream in operation.named:
                 self._order(stream, operation.stream)
 
-    def _lead(self, operation: Operation) -> None:
-        for stream in operation.named:
-            self._order(operation.stream, stream)
+    def _lead(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            for stream in operation.named:
+                self._order(operation.stream, stream)
 
     def _order(self, earlier: int, later: int) -> None:
         """Let what comes later on one stream wait for what another one holds now; the event can be used again."""

@@ -134,12 +134,12 @@ class Submitting(ABC):
     def _run(self, operations: Sequence[Operation]) -> None:
         if len(operations) > 1:
             operations = self._ordered(operations)
-        for operation in operations:
-            if operation.peer == self._rank:
-                self._check_own_pairs(operations)
-                break
+        # Pairs come last.
+        if operations[-1].peer is not None:
+            self._check_own_pairs(operations)
         before, write = self.health.cause, self._write
         numbered: list[Numbered] = []
+        named = False
         try:
             for operation in operations:
                 if operation.peer is None:
@@ -149,11 +149,12 @@ class Submitting(ABC):
                 numbered.append((operation, number))
                 if write is not None:
                     write(operation, number)
+                if operation.named:
+                    named = True
             self._flight = numbered[0]
             self._execute(numbered)
-            for operation in operations:
-                if operation.named:
-                    self._lead(operation)
+            if named:
+                self._lead(operations)
             self._last = numbered[-1]
         except BaseException as error:
             self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
@@ -230,8 +231,8 @@ class Submitting(ABC):
     def _follow(self, operation: Operation) -> None:  # noqa: B027 - host memory has one stream
         """Let an operation come after what the streams that its arrays name hold now, in a group as well."""
 
-    def _lead(self, operation: Operation) -> None:  # noqa: B027 - host memory has one stream
-        """Let what comes later on those streams come after it."""
+    def _lead(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory has one stream
+        """Let what comes later on those streams come after operations that are on theirs."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:
