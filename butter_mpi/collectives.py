@@ -57,8 +57,8 @@ class Operation:
     streams that its arrays name; it comes after what they hold when it is called, and before what comes later there.
 
     Nobody changes one: it is submitted again where the same is asked for again. (It is not frozen, as it would be made
-    four times as slowly.) The last three are what others keep in it of earlier submissions: ``code`` the recorder,
-    ``call`` and ``issued`` what puts it on a stream.
+    four times as slowly.) ``plain``: one call on its stream, and nothing to wait for. The last three are what others
+    keep in it of earlier submissions: ``code`` the recorder, ``call`` and ``issued`` what puts it on a stream.
     """
 
     kind: str
@@ -75,9 +75,13 @@ class Operation:
     waits: bool = False
     waits_for_ever: bool = False
     named: tuple[int, ...] = ()
+    plain: bool = field(default=False, init=False, compare=False, repr=False)
     code: Any = field(default=None, init=False, compare=False, repr=False)
     call: Any = field(default=None, init=False, compare=False, repr=False)
     issued: Any = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.plain = not (self.aside or self.waits or self.peer is not None or self.kind == "barrier")
 
     @property
     def rule(self) -> Rule:
@@ -151,11 +155,9 @@ def _outside(frame: FrameType | None) -> str:
         text = _SITES.get(place)
         if text is None:
             text = _place(frame)
-            if len(_SITES) >= _MOST_SITES:
-                _SITES.clear()
-                _CODES.clear()
-            _SITES[place] = text
-            _CODES.append(frame.f_code)
+            if len(_SITES) < _MOST_SITES:
+                _CODES.append(frame.f_code)
+                _SITES[place] = text
         if text:
             return text
         frame = frame.f_back

@@ -7,9 +7,9 @@ group, capture, number, record and call site.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from sys import _getframe
 from types import CodeType
 from typing import Any
 
@@ -38,15 +38,15 @@ class Plan:
         What has to stay alive.
     """
 
-    __slots__ = ("_at", "_code", "_comm", "_keep", "_operation", "_operations", "_submit")
+    __slots__ = ("_comm", "_here", "_keep", "_operation", "_operations", "_submit")
 
     def __init__(self, comm: Any, operation: Operation, keep: Any) -> None:
-        self._comm, self._submit = comm, comm._hand_over
+        self._comm, self._submit = comm, comm._plane.submit
         self._operation, self._keep = operation, keep
         # One for each place that it is called at: the record of a submission names its place.
         self._operations: dict[str, Operation] = {}
-        self._code: CodeType | None = None
-        self._at = 0
+        # Where it was called last, and the operation there: one value, as two threads may call it.
+        self._here: tuple[CodeType | None, int, Operation] = None, 0, operation
 
     def __call__(self) -> None:
         """Submit it once.
@@ -59,20 +59,24 @@ class Plan:
         CommunicatorBrokenError, CommunicatorClosedError
             As for the operation itself.
         """
-        frame = sys._getframe(1)
-        if frame.f_code is not self._code or frame.f_lasti != self._at:
-            self._come_from(call_site(2))
-            self._code, self._at = frame.f_code, frame.f_lasti
-        self._submit(self._operation, self._keep)
+        frame = _getframe(1)
+        code, at, operation = self._here
+        if frame.f_code is not code or frame.f_lasti != at:
+            operation = self._at(call_site(2))
+            self._here = frame.f_code, frame.f_lasti, operation
+        if self._comm._plan is None:
+            self._submit(operation, self._keep)
+        else:
+            self._comm._hand_over(operation, self._keep)
 
-    def _come_from(self, site: str) -> None:
-        """Take the operation that names a place."""
+    def _at(self, site: str) -> Operation:
+        """Return the operation that names a place."""
         known = self._operations.get(site)
         if known is None:
             if len(self._operations) >= _MOST_SITES:
                 self._operations.clear()
             known = self._operations[site] = replace(self._operation, site=site)
-        self._operation = known
+        return known
 
     def __repr__(self) -> str:
         one = self._operation

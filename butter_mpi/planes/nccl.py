@@ -84,16 +84,16 @@ class NcclPlane(NcclLife):
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         if self._strict:
             self._meet(numbered)
+        plain = not (self._connects_late or self._issuer.add_kernel)
         operations: list[Operation] = []
-        special = self._connects_late or self._issuer.add_kernel != 0
         for operation, _ in numbered:
-            if operation.aside or operation.waits or operation.peer is not None:
-                special = True
-            operations.append(self._issued(operation) if operation.aside or operation.kind == "barrier" else operation)
-        if special:
-            self._execute_special(operations, numbered)
-        else:
+            if not operation.plain:
+                plain = False
+            operations.append(operation)
+        if plain:
             self._issue(operations)
+        else:
+            self._execute_special([self._issued(operation) for operation in operations], numbered)
 
     def _execute_special(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
         """Execute what may run beside its stream, be waited for, or wait inside NCCL."""
@@ -122,6 +122,8 @@ class NcclPlane(NcclLife):
 
     def _issued(self, operation: Operation) -> Operation:
         """Return an operation as it is put on a stream: a barrier as a sum, what runs aside on this plane's own."""
+        if not operation.aside and operation.kind != "barrier":
+            return operation
         if operation.issued is None:
             whole = operation if operation.kind != "barrier" else self._barrier_operation(operation.stream)
             operation.issued = replace(whole, stream=self._aside) if operation.aside else whole

@@ -142,16 +142,21 @@ class Submitting(ABC):
         named = False
         try:
             for operation in operations:
-                if operation.peer is None:
-                    self.sequence = number = self.sequence + 1
+                peer = operation.peer
+                number = self.sequence + 1 if peer is None else self._next_number(operation)
+                one = operation, number
+                if not numbered:
+                    # Before the number is taken: a signal handler may close this communicator anywhere.
+                    self._flight = one
+                numbered.append(one)
+                if peer is None:
+                    self.sequence = number
                 else:
-                    number = self._number_of_pair(operation)
-                numbered.append((operation, number))
+                    self._pairs[peer, operation.kind] = number
                 if write is not None:
                     write(operation, number)
                 if operation.named:
                     named = True
-            self._flight = numbered[0]
             self._execute(numbered)
             if named:
                 self._lead(operations)
@@ -269,12 +274,6 @@ class Submitting(ABC):
         if operation.peer is None:
             return self.sequence + 1
         return self._pairs.get((operation.peer, operation.kind), self._pairs_from) + 1
-
-    def _number_of_pair(self, operation: Operation) -> int:
-        number = self._next_number(operation)
-        assert operation.peer is not None
-        self._pairs[operation.peer, operation.kind] = number
-        return number
 
     def _check_own_pairs(self, operations: Sequence[Operation]) -> None:
         for send, recv in self._own_pairs(operations):
