@@ -24,8 +24,6 @@ _CALLER = 3
 
 
 def _whole(name: str, value: int, low: int, high: int, kind: str = "") -> int:
-    if value.__class__ is int and low <= value < high:
-        return value
     name = f"{kind}: {name}" if kind else name
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
@@ -221,14 +219,15 @@ class Plane(Submitting):
         rule = RULES[kind]
         dtype = dtype if dtype.__class__ is DType else DType.parse(dtype)
         op = op if op is None or op.__class__ is ReduceOp else ReduceOp.parse(op)
-        _whole("nbytes", nbytes, 0, _LARGEST)
+        if nbytes.__class__ is not int or not 0 <= nbytes < _LARGEST:
+            _whole("nbytes", nbytes, 0, _LARGEST)
         count = nbytes // dtype.itemsize
         if count * dtype.itemsize != nbytes:
             raise ValueError(f"{self.who}: {kind}: {nbytes} bytes are no whole number of {dtype.label} elements")
         least = 1 if nbytes else 0
-        if rule.send_blocks:
+        if rule.send_blocks and (send.__class__ is not int or not least <= send < _LARGEST_POINTER):
             _whole("send pointer", send, least, _LARGEST_POINTER, kind)
-        if rule.recv_blocks:
+        if rule.recv_blocks and (recv.__class__ is not int or not least <= recv < _LARGEST_POINTER):
             _whole("recv pointer", recv, least, _LARGEST_POINTER, kind)
         if root is not None:
             _whole("root", root, 0, self._world_size, kind)
@@ -237,9 +236,8 @@ class Plane(Submitting):
         waits = waits or waits_for_ever
         ordered = self.stream if stream is None else stream
         site = call_site(_CALLER)
-        return self.operation(
-            kind, count, dtype, send, recv, op, root, peer, site, ordered, aside, waits, waits_for_ever
-        )
+        facts = kind, count, dtype, send, recv, op, root, peer, site, ordered, aside, waits, waits_for_ever
+        return self._operations.get(facts) or self.operation(*facts)
 
     def operation(self, *facts: Any) -> Operation:
         """Return the operation with these facts, in the order of its fields: the one that was made before, if any.

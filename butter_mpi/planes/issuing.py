@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
@@ -97,7 +96,7 @@ class Issuer:
 
     def issue(self, comm: int, operations: Sequence[Operation]) -> None:
         """Issue operations together."""
-        if self.add_kernel and self.adds(operations):
+        if self.adds(operations):
             self._exchange_and_add(comm, operations[0])
         elif len(operations) == 1:
             self._call(comm, operations[0])
@@ -125,15 +124,15 @@ class Issuer:
     def _call(self, comm: int, operation: Operation) -> None:
         call = operation.call
         if call is None or call[0] != comm:
-            name = _FUNCTIONS[operation.kind]
-            operation.call = call = comm, self._prepared(name, comm, operation), name
-        result = call[1]()
-        if result != nccl.SUCCESS:
-            nccl.check(self._library, call[2], result)
+            call = self.prepare(comm, operation)
+        nccl.check(self._library, call[2], call[1]())
 
-    def _prepared(self, name: str, comm: int, operation: Operation) -> Any:
-        """Return the call, with its arguments as ctypes passes them: the operation may come again."""
-        rule = operation.rule
+    def prepare(self, comm: int, operation: Operation) -> tuple[int, Callable[[], int], str]:
+        """Return the communicator, the call with its arguments as ctypes passes them, and the function's name.
+
+        They are kept in the operation, which may come again.
+        """
+        name, rule = _FUNCTIONS[operation.kind], operation.rule
         arguments: list[int | None] = [operation.send] if rule.send_blocks else []
         arguments += [operation.recv] if rule.recv_blocks else []
         arguments += [operation.count, self.data_type(operation.dtype)]
@@ -143,7 +142,10 @@ class Issuer:
         kinds = self._library.function(name).argtypes
         # Every number was checked when the operation was made.
         values = zip(kinds, [*arguments, comm, operation.stream], strict=True)
-        return functools.partial(self._library.untyped(name), *[kind.from_param(value) for kind, value in values])
+        converted = [kind.from_param(value) for kind, value in values]
+        call = comm, functools.partial(self._library.untyped(name), *converted), name
+        operation.call = call
+        return call
 
     # -- two ranks: send, receive and add ----------------------------------------------------------------------------
 

@@ -84,19 +84,14 @@ class NcclPlane(NcclLife):
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         if self._strict:
             self._meet(numbered)
-        plain = not (self._connects_late or self._issuer.add_kernel)
-        operations: list[Operation] = []
-        for operation, _ in numbered:
-            if not operation.plain:
-                plain = False
-            operations.append(operation)
-        if plain:
-            self._issue(operations)
+        first = numbered[0][0]
+        if first.plain and len(numbered) == 1 and not (self._connects_late or self._issuer.add_kernel):
+            self._issue_again(first)
         else:
-            self._execute_special([self._issued(operation) for operation in operations], numbered)
+            self._execute_all([self._issued(operation) for operation, _ in numbered], numbered)
 
-    def _execute_special(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
-        """Execute what may run beside its stream, be waited for, or wait inside NCCL."""
+    def _execute_all(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
+        """Execute what may be several, run beside its stream, be waited for, or wait inside NCCL."""
         aside = {operation.stream for operation, _ in numbered if operation.aside}
         for stream in aside:
             self._order(stream, self._aside)
