@@ -48,6 +48,9 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+_ONE_CALL = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
 @dataclass(slots=True)
 class Operation:
     """One operation: everything that a plane needs, and where the call stands in the user's program.
@@ -81,7 +84,7 @@ class Operation:
     issued: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.plain = not (self.aside or self.waits or self.peer is not None or self.kind == "barrier")
+        self.plain = self.kind in _ONE_CALL and not (self.aside or self.waits)
 
     @property
     def rule(self) -> Rule:
