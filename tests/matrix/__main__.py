@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from helpers.job import JobFailure
 
 from matrix import reporting
-from matrix.choosing import for_ci, selection
+from matrix.choosing import for_ci, on_gpus, selection
 from matrix.judging import NONE, NOT_RUN, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner
-from matrix.table import CALM, HOST, NCCL, Cell, every_cell
+from matrix.table import CALM, HOST, NCCL, ON_GPU, Cell, every_cell
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "fault_matrix.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 _AT_A_TIME = 2
 
 
@@ -33,8 +34,14 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="name the cells and scenes of the selection, run nothing")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each cell N times")
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="where the page goes (not with --cell)")
-    return parser.parse_args(words)
+    parser.add_argument("--gpus", metavar="LIST", help="run the cells of real GPUs on these, such as 0 or 0,1")
+    parser.add_argument("--plane", action="append", choices=ON_GPU, help="of those cells only this plane; repeatable")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes (not with --cell)")
+    chosen = parser.parse_args(words)
+    chosen.gpus = chosen.gpus.split(",") if chosen.gpus else []
+    if chosen.plane is None:
+        chosen.plane = [gpus.name for gpus in ON_GPU.values() if gpus.gpus <= len(chosen.gpus)]
+    return chosen
 
 
 def scenes() -> list[tuple[str, str, str]]:
@@ -46,8 +53,10 @@ def scenes() -> list[tuple[str, str, str]]:
 def _wanted(chosen: argparse.Namespace) -> tuple[list[Cell], list[tuple[str, str, str]]]:
     """Return the cells and scenes to run."""
     if not chosen.cell:
+        if chosen.gpus:
+            return on_gpus(chosen.plane), []
         return (for_ci() if chosen.ci else selection()), scenes()
-    cells = {cell.name: cell for cell in every_cell()}
+    cells = {cell.name: cell for cell in [*every_cell(), *every_cell(ON_GPU, gpu=True)]}
     calm = {".".join(scene): scene for scene in scenes()}
     unknown = [name for name in chosen.cell if name not in cells and name not in calm]
     if unknown:
@@ -60,16 +69,22 @@ def _wanted(chosen: argparse.Namespace) -> tuple[list[Cell], list[tuple[str, str
 class _Run:
     """Runs what is wanted, and keeps the outcomes."""
 
-    def __init__(self, runner: Runner, repeat: int, full: bool) -> None:
-        self._runner, self._repeat, self._full = runner, repeat, full
+    def __init__(self, runner: Runner, chosen: argparse.Namespace) -> None:
+        self._runner, self._repeat, self._full = runner, chosen.repeat, not chosen.ci
+        self._gpus: SimpleQueue[str] = SimpleQueue()
+        for gpu in chosen.gpus:
+            self._gpus.put(gpu)
         self.cells: dict[Cell, Outcome] = {}
         self.calm: dict[str, Outcome] = {}
         self.load: list[float] = []
 
     def cell(self, cell: Cell) -> None:
         """Run a cell."""
-        runs = [partial(self._runner.cell, cell)] * self._repeat
+        gpus = [self._gpus.get() for _ in range(ON_GPU[cell.plane].gpus)] if cell.plane in ON_GPU else []
+        runs = [partial(self._runner.cell, cell, gpus)] * self._repeat
         self.cells[cell] = self._outcome(cell.name, lambda: judge(cell, [run() for run in runs]))
+        for gpu in gpus:
+            self._gpus.put(gpu)
 
     def scene(self, scene: tuple[str, str, str]) -> None:
         """Run a scene that must end well."""
@@ -92,11 +107,17 @@ class _Run:
         return outcome
 
 
-def _together(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run what waits most of its time, two at a time."""
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+def _together(tasks: Sequence[Callable[[], None]], at_a_time: int = _AT_A_TIME) -> None:
+    """Run what waits most of its time, or has a GPU of its own, several at a time."""
+    with ThreadPoolExecutor(at_a_time) as pool:
         for done in [pool.submit(task) for task in tasks]:
             done.result()
+
+
+def _what(chosen: argparse.Namespace) -> str:
+    if chosen.gpus:
+        return "SIGKILL and SIGSTOP in every phase, every other fault in one"
+    return "every dangerous pair, and " + ("of the others what fits" if chosen.ci else "every other pair of values")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -108,11 +129,15 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     begin = time.monotonic()
     with Runner() as runner:
-        run = _Run(runner, chosen.repeat, full=not chosen.ci)
+        run = _Run(runner, chosen)
         together = [scene for scene in calm if not CALM[scene[0]].alone]
-        for cell in [cell for cell in cells if not cell.slow]:
+        real = [cell for cell in cells if cell.plane in ON_GPU]
+        for needed in sorted({ON_GPU[cell.plane].gpus for cell in real}):
+            tasks = [partial(run.cell, cell) for cell in real if ON_GPU[cell.plane].gpus == needed]
+            _together(tasks, len(chosen.gpus) // needed)
+        for cell in [cell for cell in cells if not cell.slow and cell not in real]:
             run.cell(cell)
-        slow = [partial(run.cell, cell) for cell in cells if cell.slow]
+        slow = [partial(run.cell, cell) for cell in cells if cell.slow and cell not in real]
         _together([*slow, *(partial(run.scene, scene) for scene in together)])
         for scene in calm:
             if scene not in together:
@@ -121,10 +146,10 @@ def main(words: Sequence[str] | None = None) -> int:
     bad = [one for one in [*ordered.values(), *run.calm.values()] if one.status not in (PASSED, NONE, NOT_RUN)]
     print(f"{len(ordered)} cells, {len(run.calm)} scenes, {len(bad)} of them bad, {time.monotonic() - begin:.0f} s")
     if not chosen.cell:
-        what = "every dangerous pair, and " + ("of the others what fits" if chosen.ci else "every other pair of values")
         calm_in_order = {".".join(scene): run.calm[".".join(scene)] for scene in calm}
         today = datetime.datetime.now(datetime.UTC).date()
-        chosen.page.write_text(reporting.page(ordered, calm_in_order, what=what, load=run.load, date=today))
+        page = chosen.page or DOCS / ("fault_matrix_gpu.md" if chosen.gpus else "fault_matrix.md")
+        page.write_text(reporting.page(ordered, calm_in_order, what=_what(chosen), load=run.load, date=today))
     return 1 if bad else 0
 
 

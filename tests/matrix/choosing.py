@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from matrix.table import FAULTS, HOST, NCCL, PHASES, Cell, every_cell, fits
+from matrix.table import FAULTS, HOST, IN_FLIGHT, NCCL, ON_GPU, PHASES, Cell, every_cell, fits
 
 Pair = tuple[tuple[int, str], tuple[int, str]]
 CI_SECONDS = 350.0
@@ -50,6 +50,22 @@ def selection() -> list[Cell]:
     """Return the cells of a full run."""
     first = dangerous()
     return [*first, *covering(first, every_cell())]
+
+
+def on_gpus(planes: Sequence[str]) -> list[Cell]:
+    """Return SIGKILL and SIGSTOP in every phase, and every other fault in one phase: another one for each fault.
+
+    Where each rank has a GPU only what depends on the transport: the two with an operation in flight.
+    """
+    cells = list(every_cell(planes, gpu=True))
+    chosen = [
+        cell for cell in cells if cell.fault in _DANGEROUS and (ON_GPU[cell.plane].shared or cell.phase in IN_FLIGHT)
+    ]
+    for plane in [plane for plane in planes if ON_GPU[plane].shared]:
+        for number, fault in enumerate(name for name in FAULTS if name not in _DANGEROUS):
+            of_it = [cell for cell in cells if (cell.fault, cell.plane) == (fault, plane) and cell.phase in IN_FLIGHT]
+            chosen += of_it[number % len(of_it) :][:1] if of_it else []
+    return chosen
 
 
 def cost(cells: Iterable[Cell]) -> float:

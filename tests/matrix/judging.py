@@ -82,7 +82,7 @@ class _Judge:
             outcome.note(WRONG, seen.left)
         if found := _CRASH.search(seen.err):
             outcome.note(WRONG, f"a process crashed: {found[0]}")
-        for rank in range(RANKS):
+        for rank in range(cell.ranks):
             if rank not in seen.ends and rank in cell.judged:
                 outcome.note(WRONG, f"rank {rank} hangs")
 

@@ -9,24 +9,29 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from butter_mpi.cuda import devices
+from butter_mpi.errors import CUDAError
 from matrix.judging import PASSED, Outcome
-from matrix.table import CALM, FAULTS, LAUNCHERS, PHASES, Cell
+from matrix.table import CALM, FAULTS, LAUNCHERS, ON_GPU, PHASES, Cell
 
 _HEAD = """\
 # The fault matrix
 
-Written by `./launch/fault-matrix`; do not edit it. Real jobs of three ranks, of which rank 1 is the victim of one fault
-each, and what the others learned after how many milliseconds.
+Written by `./launch/fault-matrix`; do not edit it. Real jobs of three ranks (two, where each has
+a GPU), of which rank 1 is the victim of one fault each, and what the others learned after how many milliseconds.
 
 * What ran: {what}.
 * {date}, {machine}.
-* The nccl plane ran on the stand-ins of CUDA and NCCL (`tests/standin`); `nccl-strict` is `check="strict"`. **Cells on
-  a real GPU (P2P, NET/Socket): not run.**
+* {planes}
 * *no survivors*: the launcher ended every rank before it could raise. The verdict was on stderr and in the verdict
   file, but for the phase `join`, in which no watcher stands yet. It does not count as passed.
 
 {counts}
 """
+
+_STANDINS = """\
+The nccl plane ran on the stand-ins of CUDA and NCCL (`tests/standin`); `nccl-strict` is `check="strict"`. Cells on real
+  GPUs: [fault_matrix_gpu.md](fault_matrix_gpu.md)."""
 
 _CELLS = """
 ## Cells
@@ -77,7 +82,15 @@ def _machine(load: Sequence[float]) -> str:
     cores = len(os.sched_getaffinity(0))
     loads = f"{min(load):.0f} to {max(load):.0f}"
     system = f"Linux {platform.release().split('-')[0]} on {platform.machine()}"
-    return f"{cores} cores, {system}, no GPU; load average during the run {loads}"
+    return f"{cores} cores, {system}, {_gpus() or 'no GPU'}; load average during the run {loads}"
+
+
+def _gpus() -> str:
+    try:
+        found = [device["name"] for device in devices(os.environ)]
+    except CUDAError:
+        return ""
+    return ", ".join(f"{count} {name}" for name, count in Counter(found).items())
 
 
 def page(
@@ -88,7 +101,9 @@ def page(
     counts = (
         f"Cells: {len(cells)}: " + ", ".join(f"{number} {status}" for status, number in counted.most_common()) + "."
     )
-    text = _HEAD.format(what=what, date=date.isoformat(), machine=_machine(load), counts=counts)
+    real = [gpus for gpus in ON_GPU.values() if any(cell.plane == gpus.name for cell in cells)]
+    planes = "; ".join(f"`{gpus.name}`: {gpus.text}" for gpus in real) + "." if real else _STANDINS
+    text = _HEAD.format(what=what, date=date.isoformat(), machine=_machine(load), counts=counts, planes=planes)
     text += _CELLS
     text += _table(COLUMNS, [row(cell, outcome) for cell, outcome in cells.items()])
     bad = [(cell.name, outcome) for cell, outcome in cells.items() if outcome.status != PASSED]
@@ -96,9 +111,10 @@ def page(
     if bad:
         text += "\n## What did not pass\n\n"
         text += "".join(f"* `{name}`, {one.status}: {_reason(one)}\n" for name, one in bad)
-    text += "\n## False alarms\n\nScenes that must end well.\n\n"
-    rows = [[name, CALM[name.split(".")[0]].text, outcome.status] for name, outcome in calm.items()]
-    text += _table(["scene", "what", "outcome"], rows)
+    if calm:
+        text += "\n## False alarms\n\nScenes that must end well.\n\n"
+        rows = [[name, CALM[name.split(".")[0]].text, outcome.status] for name, outcome in calm.items()]
+        text += _table(["scene", "what", "outcome"], rows)
     text += "\n## Words\n\n"
     text += _table(["fault", "meaning"], [[f.name, f.text] for f in FAULTS.values()]) + "\n"
     text += _table(["phase", "meaning"], [[name, meaning] for name, meaning in PHASES.items()]) + "\n"

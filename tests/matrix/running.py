@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from helpers.standin import build
 
 from butter_mpi.sentinel.process import Process
 from matrix.lines import parse
-from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, RANKS, VICTIM, Cell
+from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, ON_GPU, RANKS, VICTIM, Cell
 
 HERE = Path(__file__).parent
 POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
+_GIVEN = {"NCCL_LIBRARY": "BUTTER_MPI_TEST_NCCL", "NCCL_NVLS_ENABLE": "NCCL_NVLS_ENABLE"}
+# The kernels of all ranks wait for one another, so all of them must fit on the GPU at once.
+_FEW_CHANNELS = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"), "4")
 _LIMIT = 20.0
 """Seconds after which a job hangs: its start, the longest bound, and the time in which ranks wait for one another."""
 _ENDING_LIMIT = 14.0
@@ -74,24 +77,25 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start(self, launcher: str, program: list[str], env: Mapping[str, str], timeout: float) -> Job:
+    def _start(self, launcher: str, program: list[str], ranks: int, **given: Any) -> Job:
         how = LAUNCHERS[launcher]
-        given: dict[str, Any] = {"mpi": how.mpi, "options": how.options, "env": env, "timeout": timeout}
+        given |= {"mpi": how.mpi, "options": how.options}
         if not how.slurm:
-            return start_job(RANKS, program, **given)
+            return start_job(ranks, program, **given)
         with self._lock:
             if self._slurm is None:
                 self._slurm = self._stack.enter_context(throw_away_slurm(nodes=1, cpus=16))
-        return self._slurm.start_job(RANKS, program, **given)
+        return self._slurm.start_job(ranks, program, **given)
 
-    def cell(self, cell: Cell, **more: str) -> Seen:
-        """Run a cell once; ``more`` are variables."""
+    def cell(self, cell: Cell, gpus: Sequence[str] = (), **more: str) -> Seen:
+        """Run a cell once; ``gpus`` are those that it may use, ``more`` are variables."""
         faults = _STANDIN_FAULTS.get((cell.fault, cell.phase), _STANDIN_FAULTS.get((cell.fault, ""), ""))
         program = [str(HERE / "scene.py"), cell.fault, cell.phase, cell.plane]
         limit = _ENDING_LIMIT if cell.phase in ENDING else _LIMIT + (COLLECTIVE_DEADLINE if cell.kind == "late" else 0)
-        with self._job(cell.launcher, program, _environment(cell.plane, faults) | more, limit) as (job, file):
+        given = {"env": _environment(cell.plane, faults, gpus) | more, "rank_env": _rank_environment(cell.plane)}
+        with self._job(cell.launcher, program, limit, cell.ranks, **given) as (job, file):
             ends = _Ends(job)
-            survivors = {rank for rank in range(RANKS) if rank != VICTIM}
+            survivors = {rank for rank in range(cell.ranks) if rank != VICTIM}
             ends.wait_for(survivors, limit)
             hang = survivors - ends.found.keys()
             _let_go(job, ends, cell)
@@ -107,7 +111,7 @@ class Runner:
         limit = seconds + 60
         program = [str(HERE / "calm.py"), name, plane, str(seconds), str(deadline)]
         with (
-            self._job(launcher, program, _environment(plane, ""), limit) as (job, file),
+            self._job(launcher, program, limit, RANKS, env=_environment(plane, "")) as (job, file),
             contextlib.ExitStack() as stack,
         ):
             ends = _Ends(job)
@@ -120,16 +124,27 @@ class Runner:
 
     @contextlib.contextmanager
     def _job(
-        self, launcher: str, program: list[str], env: Mapping[str, str], limit: float
+        self, launcher: str, program: list[str], limit: float, ranks: int, **given: Any
     ) -> Iterator[tuple[Job, Path]]:
         with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir="/tmp") as folder:
             file = Path(folder) / "verdicts"
-            with self._start(launcher, [*program, str(file)], env, limit + 10) as job:
+            with self._start(launcher, [*program, str(file)], ranks, timeout=limit + 10, **given) as job:
                 yield job, file
 
 
-def _environment(plane: str, faults: str) -> dict[str, str]:
+def _environment(plane: str, faults: str, gpus: Sequence[str] = ()) -> dict[str, str]:
+    if plane in ON_GPU:
+        library = {name: os.environ[given] for name, given in _GIVEN.items() if given in os.environ}
+        share = {"BUTTER_MPI_SHARE_GPU": "1"} if ON_GPU[plane].shared else {}
+        return {**library, **POLICY, **share, **dict(ON_GPU[plane].env), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return {} if plane == HOST else {**build().env(faults=faults), **POLICY}
+
+
+def _rank_environment(plane: str) -> dict[int, dict[str, str]]:
+    """Make each rank a host of its own to NCCL, where it shall take the network between ranks of one GPU."""
+    if plane not in ON_GPU or not ON_GPU[plane].own_hosts:
+        return {}
+    return {rank: {"NCCL_HOSTID": f"host-{rank}", **_FEW_CHANNELS} for rank in range(ON_GPU[plane].ranks)}
 
 
 class _Ends:
@@ -138,7 +153,7 @@ class _Ends:
     def __init__(self, job: Job) -> None:
         self.processes: dict[int, Process] = {}
         self.found: dict[int, tuple[float, str]] = {}
-        for rank in range(RANKS):
+        for rank in range(job.plan.n):
             pid = job.pid(rank)
             try:
                 self.processes[rank] = Process(pid)
@@ -172,13 +187,13 @@ def _let_go(job: Job, ends: _Ends, cell: Cell) -> None:
     if cell.fault == "watcher-stop" and fault is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(fault["watcher"], signal.SIGCONT)
-    ends.wait_for(range(RANKS), _AFTER)
+    ends.wait_for(range(job.plan.n), _AFTER)
 
 
 def _seen(job: Job, ends: _Ends, file: Path) -> Seen:
     """Collect everything; what is left behind is a finding and not an exception."""
     rc, left = None, ""
-    running = [rank for rank in range(RANKS) if rank not in ends.found]
+    running = [rank for rank in range(job.plan.n) if rank not in ends.found]
     if running:
         job.kill()
     else:
@@ -187,8 +202,9 @@ def _seen(job: Job, ends: _Ends, file: Path) -> Seen:
         except JobFailure as failure:
             left = str(failure).partition("\nstatus")[0]
     ends.close()
-    said = {rank: parse(job.read(rank, "out")) for rank in range(RANKS)}
-    err = "\n".join(job.read(rank, "err") for rank in range(RANKS))
+    ranks = range(job.plan.n)
+    said = {rank: parse(job.read(rank, "out")) for rank in ranks}
+    err = "\n".join(job.read(rank, "err") for rank in ranks)
     err += (job.folder / "launcher.out").read_text("utf-8", "replace")
     lines = file.read_text().splitlines() if file.exists() else []
     return Seen(said, ends.found, err, [json.loads(line)["verdict"] for line in lines], left, rc)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import os
@@ -19,17 +20,19 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from helpers.memory import DeviceMemory, HostMemory
+from helpers.standin_rank import Gpu
 from mpi4py import MPI
 
 import butter_mpi
 from butter_mpi import DType, ReduceOp, bootstrap, nccl
+from butter_mpi.kernels import bf16_add_inplace
 from butter_mpi.planes import joining
 from butter_mpi.sentinel.client import Sentinel
 from matrix.lines import have_said, say, until
-from matrix.table import COLLECTIVE_DEADLINE, ENDING, FAULTS, HOST, RANKS, START, START_DEADLINE, STRICT, VICTIM
+from matrix.table import COLLECTIVE_DEADLINE, ENDING, FAULTS, HOST, ON_GPU, START, START_DEADLINE, STRICT, VICTIM
 
 FAULT, PHASE, PLANE, FILE = sys.argv[1:]
-RANK = MPI.COMM_WORLD.rank
+RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 OTHERS = tuple(rank for rank in range(RANKS) if rank != VICTIM)
 IS_VICTIM = RANK == VICTIM
 KIND = FAULTS[FAULT].kind
@@ -37,6 +40,7 @@ SETTLED = 0.2
 """Seconds after which a rank that has said that it is about to wait is inside that wait."""
 LATE_SECONDS = COLLECTIVE_DEADLINE + 4
 ALL_TOLD_SECONDS = 6.0
+_NO_MEMORY = 8
 JOINED: list[Any] = []
 _BROADCASTS = PHASE == "wait" and PLANE != HOST
 """Whether the wait of ours is a broadcast, the one operation that waits on the device."""
@@ -248,10 +252,16 @@ class Work:
         self.ask()
 
     def _break_context(self) -> None:
-        from helpers.standin_rank import Gpu, driver
+        """Let a kernel write where there is no memory."""
+        from cuda.bindings import driver
 
-        gpu, stream = Gpu(self.plane.device.ordinal), self.plane.device.make_stream()
-        gpu.launch("fill_f32", stream, 8, 1.0, 100)
+        device = self.plane.device
+        stream = device.make_stream()
+        if PLANE in ON_GPU:
+            types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+            device.launch(bf16_add_inplace(device), 1, 256, stream, ((_NO_MEMORY, _NO_MEMORY, 100), types))
+        else:
+            Gpu(device.ordinal).launch("fill_f32", stream, _NO_MEMORY, 1.0, 100)
         until(lambda: int(driver.cuStreamQuery(stream)[0]) not in (0, 600), 5)
 
     def leave(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 RANKS = 3
@@ -14,6 +14,43 @@ START_DEADLINE = 8.0
 
 HOST, NCCL, STRICT = "host", "nccl", "nccl-strict"
 PLANES = (HOST, NCCL, STRICT)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """A real nccl plane: its ranks on so many GPUs, and what makes NCCL take the transport."""
+
+    name: str
+    transport: str
+    ranks: int
+    gpus: int
+    text: str
+    env: tuple[tuple[str, str], ...] = ()
+    own_hosts: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share a GPU."""
+        return self.ranks > self.gpus
+
+
+ON_GPU = {
+    gpus.name: gpus
+    for gpus in (
+        Gpus("gpu-p2p", "P2P", RANKS, 1, "three ranks on one GPU, over P2P"),
+        Gpus("gpu-socket", "NET/Socket", RANKS, 1, "three ranks on one GPU, over NET/Socket", own_hosts=True),
+        Gpus("gpus-p2p", "P2P", 2, 2, "two ranks, one GPU each, over P2P"),
+        Gpus("gpus-shm", "SHM", 2, 2, "two ranks, one GPU each, over SHM", (("NCCL_P2P_DISABLE", "1"),)),
+        Gpus(
+            "gpus-socket",
+            "NET/Socket",
+            2,
+            2,
+            "two ranks, one GPU each, over NET/Socket",
+            (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")),
+        ),
+    )
+}
 
 PHASES = {
     "join": "start: the watcher has just been joined",
@@ -35,8 +72,8 @@ _ON = {
     HOST: ("join", "exchange", "idle", "wait", "mpi", "group", "close", "exit"),
     NCCL: tuple(PHASES),
     STRICT: ("idle", "wait", "mpi", "group"),
-}
-_IN_FLIGHT = ("python", "wait", "foreign", "group")
+} | dict.fromkeys(ON_GPU, tuple(phase for phase in PHASES if phase not in ("join", "exchange")))
+IN_FLIGHT = ("python", "wait", "foreign", "group")
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
@@ -69,20 +106,22 @@ FAULTS = {
         Fault("exit0", "death", _ALL, "os._exit(0)"),
         Fault("leave0", "left", tuple(p for p in _MIDDLE if p != "idle"), "sys.exit(0) in the middle"),
         Fault("raise", "death", tuple(p for p in _ALL if p != "exit"), "an uncaught exception"),
-        Fault("other-kind", "mismatch", (*_IN_FLIGHT, "mpi"), "another operation at the same number", True),
-        Fault("other-count", "mismatch", _IN_FLIGHT, "another count", True),
-        Fault("other-dtype", "mismatch", _IN_FLIGHT, "another dtype", True),
-        Fault("other-op", "mismatch", _IN_FLIGHT, "another reduction", True),
+        Fault("other-kind", "mismatch", (*IN_FLIGHT, "mpi"), "another operation at the same number", True),
+        Fault("other-count", "mismatch", IN_FLIGHT, "another count", True),
+        Fault("other-dtype", "mismatch", IN_FLIGHT, "another dtype", True),
+        Fault("other-op", "mismatch", IN_FLIGHT, "another reduction", True),
         Fault("other-root", "mismatch", ("wait", "group"), "another root", True),
-        Fault("skip", "mismatch", _IN_FLIGHT, "one collective left out, then the next", True),
-        Fault("late", "late", (*_IN_FLIGHT, "mpi"), "comes after the deadline of 10 s", True),
-        Fault("background", "told", _IN_FLIGHT, "ncclRemoteError in the background of one rank", True, _GPU),
-        Fault("sticky", "told", ("idle", *_IN_FLIGHT), "a kernel breaks the CUDA context of one rank", True, _GPU),
-        Fault("call", "told", ("unique-id", "nccl-init", *_IN_FLIGHT), "a NCCL call fails on one rank", True, _GPU),
-        Fault("watcher-kill", "watcher", ("exchange", "idle", *_IN_FLIGHT, "mpi"), "the watcher is killed", True),
-        Fault("watcher-stop", "watcher-frozen", ("exchange", "idle", *_IN_FLIGHT, "mpi"), "it is stopped", True),
+        Fault("skip", "mismatch", IN_FLIGHT, "one collective left out, then the next", True),
+        Fault("late", "late", (*IN_FLIGHT, "mpi"), "comes after the deadline of 10 s", True),
+        Fault("background", "told", IN_FLIGHT, "ncclRemoteError in the background of one rank", True, _GPU),
+        Fault("sticky", "told", ("idle", *IN_FLIGHT), "a kernel breaks the CUDA context of one rank", True, _GPU),
+        Fault("call", "told", ("unique-id", "nccl-init", *IN_FLIGHT), "a NCCL call fails on one rank", True, _GPU),
+        Fault("watcher-kill", "watcher", ("exchange", "idle", *IN_FLIGHT, "mpi"), "the watcher is killed", True),
+        Fault("watcher-stop", "watcher-frozen", ("exchange", "idle", *IN_FLIGHT, "mpi"), "it is stopped", True),
     )
 }
+# The stand-in alone can be told to do this.
+_BY_STANDIN = ("background", "call")
 # A broadcast is what waits on the device: it moves bytes and reduces nothing.
 _NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
 
@@ -91,13 +130,14 @@ _NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
 
 @dataclass(frozen=True)
 class Launcher:
-    """How the ranks are started; ``seconds``: what a job costs under it."""
+    """How the ranks are started; ``seconds``: what a job costs under it; ``gpu``: of cells on real GPUs only."""
 
     name: str
     mpi: str
     options: tuple[str, ...] = ()
     slurm: bool = False
     seconds: float = 2.0
+    gpu: bool = False
 
 
 LAUNCHERS = {
@@ -108,6 +148,7 @@ LAUNCHERS = {
         Launcher("openmpi-ulfm", "openmpi", ("--with-ft", "ulfm"), seconds=2.5),
         Launcher("openmpi-recovery", "openmpi", ("--enable-recovery",), seconds=2.5),
         Launcher("debian-openmpi", "debian-openmpi", seconds=2.5),
+        Launcher("debian-openmpi-recovery", "debian-openmpi", ("--enable-recovery",), seconds=8.0, gpu=True),
         Launcher("srun-mpich", "mpich", ("--kill-on-bad-exit=0",), slurm=True, seconds=2.5),
         Launcher("srun-mpich-K", "mpich", ("--kill-on-bad-exit=1",), slurm=True, seconds=2.5),
         Launcher("srun-openmpi", "openmpi", ("--kill-on-bad-exit=0",), slurm=True, seconds=3.0),
@@ -137,6 +178,11 @@ class Cell:
         return FAULTS[self.fault].kind
 
     @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return ON_GPU[self.plane].ranks if self.plane in ON_GPU else RANKS
+
+    @property
     def slow(self) -> bool:
         """Whether it lasts seconds by design, so that another one beside it does not decide the outcome."""
         return self.kind in ("frozen", "late", "watcher-frozen") or self.phase == "join"
@@ -150,7 +196,7 @@ class Cell:
     @property
     def judged(self) -> tuple[int, ...]:
         """The ranks that must learn of it."""
-        return tuple(rank for rank in range(RANKS) if rank != VICTIM or FAULTS[self.fault].lives)
+        return tuple(rank for rank in range(self.ranks) if rank != VICTIM or FAULTS[self.fault].lives)
 
     @property
     def blames(self) -> bool:
@@ -160,18 +206,21 @@ class Cell:
 
 def fits(fault: Fault, phase: str, plane: str) -> bool:
     """Say whether a fault makes sense in a phase on a plane."""
-    if phase not in fault.phases or phase not in _ON[plane] or plane not in fault.planes:
+    if phase not in fault.phases or phase not in _ON[plane]:
+        return False
+    if fault.name in _BY_STANDIN if plane in ON_GPU else plane not in fault.planes:
         return False
     return not (fault.name in _NOT_IN_A_BROADCAST and phase == "wait" and plane != HOST)
 
 
-def every_cell() -> Iterator[Cell]:
+def every_cell(planes: Iterable[str] = PLANES, *, gpu: bool = False) -> Iterator[Cell]:
     """Yield all that make sense, in the order of the tables."""
+    launchers = [launcher.name for launcher in LAUNCHERS.values() if launcher.gpu == gpu]
     for fault in FAULTS.values():
         for phase in PHASES:
-            for plane in PLANES:
+            for plane in planes:
                 if fits(fault, phase, plane):
-                    for launcher in LAUNCHERS:
+                    for launcher in launchers:
                         yield Cell(fault.name, phase, plane, launcher)
 
 

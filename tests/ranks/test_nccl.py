@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.held import Held
-from helpers.memory import PLANE, DeviceMemory
+from helpers.memory import PLANE, DeviceMemory, page_locked
 from helpers.sums import F32, RANK, SIZE, TOTAL, own, works
 from mpi4py import MPI
 
@@ -35,16 +35,23 @@ def test_the_host_does_not_wait(plane: Any, memory: DeviceMemory, device: Device
     """Every operation but the backend's broadcast returns while its stream has not begun; results come in order."""
     a, b, share = memory.put(own()), memory.put(own(SIZE)), memory.blank(4)
     every, ring = memory.blank(4 * SIZE), memory.blank(4)
+
+    def send_around() -> None:
+        plane.group_start()
+        plane.send_to(a, 4, (RANK + 1) % SIZE, plane.stream)
+        plane.recv_from(ring, 4, (RANK - 1) % SIZE, plane.stream)
+        plane.group_end()
+
+    # The first one connects the two ranks, for which NCCL waits for the device.
+    send_around()
+    memory.wait()
     plane.barrier()
     with Held(device, plane.stream):
         plane.all_reduce(a, 4000, dtype=F32)
         plane.reduce_scatter(b, share, 4, dtype=F32)
         plane.all_gather(share, every, 4)
         plane.barrier()
-        plane.group_start()
-        plane.send_to(a, 4, (RANK + 1) % SIZE, plane.stream)
-        plane.recv_from(ring, 4, (RANK - 1) % SIZE, plane.stream)
-        plane.group_end()
+        send_around()
         plane.group_start()
         plane.broadcast(a + 4, 4, 0)
         plane.group_end()
@@ -55,7 +62,8 @@ def test_the_host_does_not_wait(plane: Any, memory: DeviceMemory, device: Device
 
 def test_async_is_ordered_between_two_streams(plane: Any, memory: DeviceMemory, device: Device) -> None:
     """all_reduce_async begins after what the compute stream holds; later work there waits; the host does not."""
-    compute, pointer, source, result = device.make_stream(), memory.blank(4000), own(), np.zeros(1000, np.float32)
+    # A copy from the device to memory that is not page-locked waits for it.
+    compute, pointer, source, result = device.make_stream(), memory.blank(4000), own(), page_locked(device, 1000)
     with Held(device, compute):
         device.copy(pointer, source.ctypes.data, 4000, compute)
         plane.all_reduce_async(pointer, 4000, compute, dtype=F32)
@@ -72,7 +80,7 @@ def test_async_of_several_streams_in_one_group(plane: Any, memory: DeviceMemory,
     """In a group each compute stream is ordered before and after its own operation."""
     streams = [device.make_stream() for _ in range(3)]
     pointers, source = [memory.blank(4000) for _ in streams], own()
-    results = np.zeros((3, 1000), np.float32)
+    results = [page_locked(device, 1000) for _ in streams]
     with Held(device, streams[1]):
         for stream, pointer in zip(streams, pointers, strict=True):
             device.copy(pointer, source.ctypes.data, 4000, stream)
@@ -85,7 +93,7 @@ def test_async_of_several_streams_in_one_group(plane: Any, memory: DeviceMemory,
     for stream in streams:
         memory.stream = stream
         memory.wait()
-    assert (results == TOTAL).all()
+    assert all((result == TOTAL).all() for result in results)
 
 
 def test_any_thread_submits(plane: Any, memory: DeviceMemory, device: Device) -> None:

@@ -43,6 +43,14 @@ def test_selftest_script_passes_a_failure_on(slurm: Slurm, tmp_path: Path) -> No
     assert code != "0:0", text
 
 
+def test_worked_program_as_a_job(slurm: Slurm, tmp_path: Path) -> None:
+    """program.sbatch runs one of docs/examples on two nodes."""
+    there = TESTS.parent / "docs" / "examples"
+    arguments = (there / "program.sbatch", str(there / "data_parallel.py"))
+    code, text = slurm.batch(_environment("mpich"), *arguments, cwd=tmp_path)
+    assert code == "0:0" and re.search(r"became 0\.\d+ on 2 ranks", text), text
+
+
 def test_pytest_script_runs_a_suite_on_all_ranks(slurm: Slurm, tmp_path: Path) -> None:
     """slurm_pytest.sbatch runs one suite of two ranks, each line with its rank before it."""
     (tmp_path / "test_suite.py").write_text(SUITE)
