@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import statistics
 import sys
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from butter_mpi import bootstrap, nccl
@@ -38,6 +39,7 @@ _CALLS, _ROUNDS = 100, 25
 _LOOPS, _REPEATS = 200, 200
 _BUSY_MICROSECONDS = 10_000
 _SECONDS = 30.0
+_BARE = "ctypes, arguments prepared"
 
 
 class _Array:
@@ -86,7 +88,7 @@ def _variants(comm: Communicator, array: _Array, stream: int) -> dict[str, Calla
     arguments = (at, at, _COUNT, dtype.nccl, op.nccl, handle, stream)
     typed_call = library.function("ncclAllReduce")
     return {
-        "ctypes, arguments prepared": nccl.prepared(library, "ncclAllReduce", *arguments),
+        _BARE: nccl.prepared(library, "ncclAllReduce", *arguments),
         "ctypes, arguments typed": lambda: typed_call(*arguments),
         "plan": comm.plan_all_reduce(array, stream=stream),
         "backend.all_reduce": lambda: plane.all_reduce(at, 4 * _COUNT, dtype=dtype),
@@ -94,9 +96,10 @@ def _variants(comm: Communicator, array: _Array, stream: int) -> dict[str, Calla
     }
 
 
-def _measure(comm: Communicator, device: Device, array: _Array, stream: int) -> dict[str, list[float]]:
+def _measure(
+    comm: Communicator, device: Device, stream: int, variants: Mapping[str, Callable[[], Any]]
+) -> dict[str, list[float]]:
     """Return the mean host time of a call in each round, in microseconds."""
-    variants = _variants(comm, array, stream)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(_ROUNDS + 1):
         for name, call in variants.items():
@@ -112,16 +115,13 @@ def _measure(comm: Communicator, device: Device, array: _Array, stream: int) -> 
     return times
 
 
-def _features(comm: Communicator, array: _Array, stream: int) -> dict[str, float]:
-    """Return what each feature of a submission costs, in nanoseconds: alone, as the path does it, less an empty call.
-
-    Nothing is submitted, and numbers are as before in the end. The recorder is another one, which no watcher reads.
-    """
+def _features(comm: Communicator, array: _Array, stream: int, recorder: Recorder) -> dict[str, Callable[[], Any]]:
+    """Return what each feature of a submission does, as the path does it, and first of all nothing."""
     plane: Any = comm.backend
     at, kind = array.pointer, "all_reduce"
     facts = (DType.FLOAT32, at, at, ReduceOp.SUM, None, None, call_site(), stream, False, False, False)
     operation = plane.operation(kind, _COUNT, *facts)
-    recorder, marks, sequence = Recorder(plane.deadline), plane._inside.marks, plane.sequence
+    marks, sequence, numbers = plane._inside.marks, plane.sequence, itertools.count(1)
 
     def health() -> None:
         state = plane.health
@@ -141,25 +141,46 @@ def _features(comm: Communicator, array: _Array, stream: int) -> dict[str, float
         LANE.take(plane.who, kind, plane.deadline)
         LANE.give()
 
-    features: dict[str, Callable[[], Any]] = {
+    return {
         "nothing": lambda: None,
         "health": health,
         "sequence": number,
         "in-flight mark": mark,
         "call site": lambda: call_site(1),
-        "record": lambda: recorder.write(operation, sequence),
+        "record": lambda: recorder.write(operation, next(numbers)),
         "turn on the lane": turn,
         "capture and context": lambda: plane._admit(operation),
     }
-    # The least of many: what other processes take of this machine is none of theirs.
-    least = {name: min(timeit.repeat(call, number=_LOOPS, repeat=_REPEATS)) for name, call in features.items()}
+
+
+def _costs(comm: Communicator, device: Device, array: _Array, stream: int) -> dict[str, tuple[float, float]]:
+    """Return what each feature costs, in nanoseconds, alone in a loop and before a bare C call, less nothing there.
+
+    The least of many: what other processes take of this machine is none of theirs. The recorder is another one than the
+    watcher's, and numbers are as before in the end.
+    """
+    plane: Any = comm.backend
+    sequence, recorder = plane.sequence, Recorder(plane.deadline)
+    features = _features(comm, array, stream, recorder)
+    bare = _variants(comm, array, stream)[_BARE]
+    both = _measure(comm, device, stream, {name: _followed(first, bare) for name, first in features.items()})
+    alone = {name: min(timeit.repeat(call, number=_LOOPS, repeat=_REPEATS)) for name, call in features.items()}
     plane.sequence = sequence
     recorder.close()
-    empty = least.pop("nothing")
-    return {name: 1e9 * max(0.0, value - empty) / _LOOPS for name, value in least.items()}
+    least = {name: (1e9 * alone[name] / _LOOPS, 1e3 * min(both[name])) for name in features}
+    nothing = least.pop("nothing")
+    return {name: (max(0.0, one[0] - nothing[0]), max(0.0, one[1] - nothing[1])) for name, one in least.items()}
 
 
-def _table(times: dict[str, list[float]], features: dict[str, float], comm: Communicator) -> str:
+def _followed(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], Any]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _table(times: dict[str, list[float]], costs: dict[str, tuple[float, float]], comm: Communicator) -> str:
     """Return the table: the median of the rounds, and the least, in which other processes had least part."""
     floor = next(iter(times.values()))
     transport = ", ".join(getattr(comm.backend, "transport", {})) or "none"
@@ -168,9 +189,10 @@ def _table(times: dict[str, list[float]], features: dict[str, float], comm: Comm
     for name, some in times.items():
         figures = [(kind(some), kind(some) / kind(floor)) for kind in (statistics.median, min)]
         lines.append(f"  {name:28}" + "".join(f" {value:8.2f} us  {ratio:6.2f} x" for value, ratio in figures))
-    lines += ["", "what each feature of a submission costs of that, timed alone"]
-    lines += [f"  {name:28} {value:8.0f} ns" for name, value in features.items()]
-    lines += [f"  {'the first five together':28} {sum(list(features.values())[:5]):8.0f} ns"]
+    lines += ["", "what each feature of a submission costs of that: alone in a loop, and before a bare C call"]
+    first_five = [sum(column) for column in zip(*list(costs.values())[:5], strict=True)]
+    rows = {**costs, "the first five together": first_five}
+    lines += [f"  {name:28} {alone:8.0f} ns {before:8.0f} ns" for name, (alone, before) in rows.items()]
     return "\n".join(lines)
 
 
@@ -196,10 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plane: Any = comm.backend
             array = _Array(plane.device, plane.stream)
             _check(comm, plane.device, array, plane.stream)
-            times = _measure(comm, plane.device, array, plane.stream)
-            features = _features(comm, array, plane.stream)
+            times = _measure(comm, plane.device, plane.stream, _variants(comm, array, plane.stream))
+            costs = _costs(comm, plane.device, array, plane.stream)
             if comm.rank == 0:
-                print(_table(times, features, comm))
+                print(_table(times, costs, comm))
     except ButterError as error:
         # A refusal is the same on every rank, and once is enough.
         if not read_launch(c_environment()).claimed_rank:
