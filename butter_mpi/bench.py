@@ -1,36 +1,47 @@
-"""Host time of one all_reduce: what each layer adds to the C call, as ratios of one run.
+"""Host time of one all_reduce: what each layer adds to the C call, as ratios of one run, and what each feature costs.
 
 ``mpirun -np 2 python -m butter_mpi.bench`` on GPUs (or ``--share-gpu`` on one); like the selftest it sets the policy
-variables where they are unset. Every rank makes the same calls in the
-same order; the variants take turns, so that a machine that gets slower meets all of them. The data is checked first.
+variables where they are unset. Every rank makes the same calls in the same order; the variants take turns, so that a
+machine that gets slower meets all of them. Calls are put on a stream that is kept busy meanwhile: their host time is
+then that of putting them there, whether the device is quick or not. The data is checked first.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from butter_mpi import bootstrap, nccl
+from butter_mpi.collectives import call_site
 from butter_mpi.communicator import Communicator
+from butter_mpi.cuda import check, load_driver, prepared
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
+from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
 from butter_mpi.policy import set_unset_policy
+from butter_mpi.recorder import Recorder
 
 __all__ = ["fitting", "main"]
 
 _COUNT = 16
-_CALLS, _ROUNDS = 500, 9
+# No more calls than every driver takes on a stream that stands still.
+_CALLS, _ROUNDS = 100, 25
+_LOOPS, _REPEATS = 200, 200
+_BUSY_MICROSECONDS = 10_000
 _SECONDS = 30.0
 _OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
+_BARE = "ctypes, arguments prepared"
 
 
 class _Array:
@@ -40,6 +51,14 @@ class _Array:
         self.pointer = device.alloc(4 * _COUNT)
         shape = {"shape": (_COUNT,), "typestr": "<f4", "version": 3, "stream": stream}
         self.__cuda_array_interface__ = {**shape, "data": (self.pointer, False)}
+
+
+def _keep_busy(stream: int) -> None:
+    """Let the stream stand still for a while, by a C function that needs no interpreter."""
+    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    arguments = [ctypes.c_void_p.from_param(value) for value in (stream, sleep, _BUSY_MICROSECONDS)]
+    status = prepared("cuLaunchHostFunc", *arguments)()
+    check("cuLaunchHostFunc", load_driver().CUresult(status))
 
 
 def _wait(device: Device, stream: int) -> None:
@@ -52,6 +71,8 @@ def _wait(device: Device, stream: int) -> None:
 
 def _check(comm: Communicator, device: Device, array: _Array, stream: int) -> None:
     """Raise unless the sum of ones is the world size: before that its speed means nothing."""
+    if comm.world_size < 2:
+        raise ButterError("one rank makes no NCCL call; start it with mpirun -np 2")
     host = (ctypes.c_float * _COUNT)(*[1.0] * _COUNT)
     device.copy(array.pointer, ctypes.addressof(host), ctypes.sizeof(host), stream)
     comm.all_reduce(array, stream=stream)
@@ -67,26 +88,25 @@ def _variants(comm: Communicator, array: _Array, stream: int) -> dict[str, Calla
     library, handle = plane.native()
     dtype, op, at = DType.FLOAT32, ReduceOp.SUM, array.pointer
     arguments = (at, at, _COUNT, dtype.nccl, op.nccl, handle, stream)
-    typed = library.function("ncclAllReduce")
+    typed_call = library.function("ncclAllReduce")
     return {
-        "ctypes, arguments prepared": nccl.prepared(library, "ncclAllReduce", *arguments),
-        "ctypes, arguments typed": lambda: typed(*arguments),
+        _BARE: nccl.prepared(library, "ncclAllReduce", *arguments),
+        "ctypes, arguments typed": lambda: typed_call(*arguments),
+        "plan": comm.plan_all_reduce(array, stream=stream),
         "backend.all_reduce": lambda: plane.all_reduce(at, 4 * _COUNT, dtype=dtype),
         "Communicator.all_reduce": lambda: comm.all_reduce(array, stream=stream),
     }
 
 
-def _measure(comm: Communicator, device: Device, stream: int) -> dict[str, float]:
-    """Return the median over rounds of the mean host time of a call, in microseconds."""
-    if comm.world_size < 2:
-        raise ButterError("one rank makes no NCCL call; start it with mpirun -np 2")
-    array = _Array(device, stream)
-    _check(comm, device, array, stream)
-    variants = _variants(comm, array, stream)
+def _measure(
+    comm: Communicator, device: Device, stream: int, variants: Mapping[str, Callable[[], Any]]
+) -> dict[str, list[float]]:
+    """Return the mean host time of a call in each round, in microseconds."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(_ROUNDS + 1):
         for name, call in variants.items():
             comm.all_gather_json(None)
+            _keep_busy(stream)
             began = time.perf_counter()
             for _ in range(_CALLS):
                 call()
@@ -94,14 +114,87 @@ def _measure(comm: Communicator, device: Device, stream: int) -> dict[str, float
             _wait(device, stream)
             if number:  # the first round warms up
                 times[name].append(1e6 * elapsed / _CALLS)
-    return {name: statistics.median(some) for name, some in times.items()}
+    return times
 
 
-def _table(medians: dict[str, float], comm: Communicator) -> str:
-    floor = next(iter(medians.values()))
+def _features(comm: Communicator, array: _Array, stream: int, recorder: Recorder) -> dict[str, Callable[[], Any]]:
+    """Return what each feature of a submission does, as the path does it, and first of all nothing."""
+    plane: Any = comm.backend
+    at, kind = array.pointer, "all_reduce"
+    facts = (DType.FLOAT32, at, at, ReduceOp.SUM, None, None, call_site(), stream, False, False, False)
+    operation = plane.operation(kind, _COUNT, *facts)
+    marks, sequence, numbers = plane._inside.marks, plane.sequence, itertools.count(1)
+
+    def health() -> None:
+        state = plane.health
+        if state.cause is not None or state.closed or plane._ended():
+            plane._refuse(kind)
+
+    def number() -> None:
+        plane.sequence = plane.sequence + 1
+
+    def mark() -> None:
+        plane._flight = operation, sequence
+        marks.append(None)
+        marks.pop()
+        plane._flight = None
+
+    def turn() -> None:
+        LANE.take(plane.who, kind, plane.deadline)
+        LANE.give()
+
+    return {
+        "nothing": lambda: None,
+        "health": health,
+        "sequence": number,
+        "in-flight mark": mark,
+        "call site": lambda: call_site(1),
+        "record": lambda: recorder.write(operation, next(numbers)),
+        "turn on the lane": turn,
+        "capture and context": lambda: plane._admit(operation),
+    }
+
+
+def _costs(comm: Communicator, device: Device, array: _Array, stream: int) -> dict[str, tuple[float, float]]:
+    """Return what each feature costs, in nanoseconds, alone in a loop and before a bare C call, less nothing there.
+
+    The least of many: what other processes take of this machine is none of theirs. The recorder is another one than the
+    watcher's, and numbers are as before in the end.
+    """
+    plane: Any = comm.backend
+    sequence, recorder = plane.sequence, Recorder(plane.deadline)
+    features = _features(comm, array, stream, recorder)
+    bare = _variants(comm, array, stream)[_BARE]
+    both = _measure(comm, device, stream, {name: _followed(first, bare) for name, first in features.items()})
+    alone = {name: min(timeit.repeat(call, number=_LOOPS, repeat=_REPEATS)) for name, call in features.items()}
+    plane.sequence = sequence
+    recorder.close()
+    least = {name: (1e9 * alone[name] / _LOOPS, 1e3 * min(both[name])) for name in features}
+    nothing = least.pop("nothing")
+    return {name: (max(0.0, one[0] - nothing[0]), max(0.0, one[1] - nothing[1])) for name, one in least.items()}
+
+
+def _followed(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], Any]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _table(times: dict[str, list[float]], costs: dict[str, tuple[float, float]], comm: Communicator) -> str:
+    """Return the table: the median of the rounds, and the least, in which other processes had least part."""
+    floor = next(iter(times.values()))
     transport = ", ".join(getattr(comm.backend, "transport", {})) or "none"
     lines = [f"host time of one all_reduce of {_COUNT} float32, {comm.world_size} ranks, transport {transport}"]
-    lines += [f"  {name:28} {value:8.2f} us  {value / floor:6.2f} x" for name, value in medians.items()]
+    lines[0] += f"; median and least of {_ROUNDS} rounds"
+    for name, some in times.items():
+        figures = [(kind(some), kind(some) / kind(floor)) for kind in (statistics.median, min)]
+        lines.append(f"  {name:28}" + "".join(f" {value:8.2f} us  {ratio:6.2f} x" for value, ratio in figures))
+    lines += ["", "what each feature of a submission costs of that: alone in a loop, and before a bare C call"]
+    first_five = [sum(column) for column in zip(*list(costs.values())[:5], strict=True)]
+    rows = {**costs, "the first five together": first_five}
+    lines += [f"  {name:28} {alone:8.0f} ns {before:8.0f} ns" for name, (alone, before) in rows.items()]
     return "\n".join(lines)
 
 
@@ -125,9 +218,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with bootstrap.init(plane="nccl", share_gpu=options.share_gpu or None) as comm:
             plane: Any = comm.backend
-            medians = _measure(comm, plane.device, plane.stream)
+            array = _Array(plane.device, plane.stream)
+            _check(comm, plane.device, array, plane.stream)
+            times = _measure(comm, plane.device, plane.stream, _variants(comm, array, plane.stream))
+            costs = _costs(comm, plane.device, array, plane.stream)
             if comm.rank == 0:
-                print(_table(medians, comm))
+                print(_table(times, costs, comm))
     except ButterError as error:
         # A refusal is the same on every rank, and once is enough.
         if not read_launch(c_environment()).claimed_rank:

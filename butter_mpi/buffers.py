@@ -15,9 +15,9 @@ _KINDS = {"f": "float", "i": "int", "u": "uint"}
 _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArrayView:
-    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive.
+    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive. Nobody changes one.
 
     ``stream`` is what the array names in ``__cuda_array_interface__``: work on it may be under way there.
     """
@@ -35,15 +35,15 @@ class ArrayView:
         return self.count * self.dtype.itemsize
 
 
-def view(array: Any, name: str, *, writable: bool) -> ArrayView:
+def view(array: Any, name: object, *, writable: bool) -> ArrayView:
     """Return how an operation sees `array`, without copying it.
 
     Parameters
     ----------
     array : object with ``__array_interface__``
         Any shape, C-contiguous, in this machine's byte order, host memory.
-    name : str
-        The argument's name, for messages.
+    name : object
+        The argument's name, for messages: its text.
     writable : bool
         Whether the operation writes into it.
 
@@ -72,7 +72,7 @@ def view(array: Any, name: str, *, writable: bool) -> ArrayView:
     return _interface_view(array, interface, name, writable=writable)
 
 
-def _interface_view(array: Any, interface: Mapping[str, Any], name: str, *, writable: bool) -> ArrayView:
+def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, writable: bool) -> ArrayView:
     """Return what the array protocol says of host or device memory."""
     dtype = _dtype(array, interface["typestr"], name)
     shape, strides = interface["shape"], interface.get("strides")
@@ -87,7 +87,7 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: str, *, writ
     return ArrayView(pointer if count else 0, count, dtype, readonly, array, _named_stream(interface, name))
 
 
-def _named_stream(interface: Mapping[str, Any], name: str) -> int | None:
+def _named_stream(interface: Mapping[str, Any], name: object) -> int | None:
     stream = interface.get("stream")
     try:
         return None if stream is None else stream_handle(stream)
@@ -95,15 +95,15 @@ def _named_stream(interface: Mapping[str, Any], name: str) -> int | None:
         raise TypeError(f"{name}: {error}") from None
 
 
-def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
+def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
     """Return how an operation sees an array in device memory, without copying it.
 
     Parameters
     ----------
     array : CuPy array, PyTorch tensor, or any object with ``__cuda_array_interface__``
         Any shape, C-contiguous.
-    name : str
-        The argument's name, for messages.
+    name : object
+        The argument's name, for messages: its text.
     writable : bool
         Whether the operation writes into it.
 
@@ -132,7 +132,7 @@ def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
     return _interface_view(array, interface, name, writable=writable)
 
 
-def _tensor_view(tensor: Any, name: str) -> ArrayView:
+def _tensor_view(tensor: Any, name: object) -> ArrayView:
     """PyTorch's array interface refuses bfloat16 and what needs gradients, so a tensor is asked itself.
 
     It names no stream there: streams other than the current one are the user's to order, by PyTorch's rules.
@@ -176,6 +176,8 @@ def stream_handle(stream: Any) -> int:
     TypeError
         Nothing of these.
     """
+    if stream.__class__ is int:
+        return int(stream)
     if hasattr(stream, "__cuda_stream__"):
         return int(stream.__cuda_stream__()[1])
     for name in ("ptr", "cuda_stream"):
@@ -208,7 +210,7 @@ def current_stream(seen: ArrayView) -> int | None:
     return seen.stream
 
 
-def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: str) -> int:
+def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: object) -> int:
     """Return the count of one block after checking two buffers against each other.
 
     Parameters
@@ -219,8 +221,8 @@ def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: 
         Blocks in each; one of them is 1.
     rank : int
         This rank: its block is the one that may be in place.
-    what : str
-        Who and what, for messages.
+    what : object
+        Who and what, for messages: its text.
 
     Returns
     -------
@@ -259,7 +261,7 @@ def _typename(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
-def _dtype(array: Any, typestr: str, name: str) -> DType:
+def _dtype(array: Any, typestr: str, name: object) -> DType:
     label = getattr(getattr(array, "dtype", None), "name", None) or _label(typestr)
     if typestr.startswith(_FOREIGN_ENDIAN):
         raise ValueError(f"{name} is {label} in foreign byte order ({typestr}); astype to the native one first")

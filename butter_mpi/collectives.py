@@ -6,10 +6,10 @@ One row of :data:`RULES` per operation, so that one checked path serves all of t
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from sys import _getframe
+from types import CodeType, FrameType
 from typing import Any
 
 from butter_mpi.enums import DType, ReduceOp
@@ -17,10 +17,13 @@ from butter_mpi.settings import shown
 
 __all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "control_signature", "signature"]
 
-_INSIDE = ("butter_mpi.communicator", "butter_mpi.planes", "butter_mpi.lane", "contextlib")
+_INSIDE = ("butter_mpi.communicator", "butter_mpi.plans", "butter_mpi.planes", "butter_mpi.lane", "contextlib")
 _LONGEST_SITE = 120
 _MOST_SITES = 4096
-_SITES: dict[tuple[str, int], str] = {}
+# By code and instruction, which are cheaper to ask for than a line; empty: inside this library. Codes are kept, so that
+# their ids stay their own.
+_SITES: dict[tuple[int, int], str] = {}
+_CODES: list[CodeType] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,20 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+_ONE_CALL = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
+@dataclass(slots=True)
 class Operation:
-    """One submission: everything that a plane needs, and where the call stands in the user's program.
+    """One operation: everything that a plane needs, and where the call stands in the user's program.
 
     ``stream`` is the ordered stream. ``aside``: on the communicator's own stream, between what ``stream`` holds and
     what comes later. ``waits``: return when it is done; ``waits_for_ever``: it is never late. ``named``: the other
     streams that its arrays name; it comes after what they hold when it is called, and before what comes later there.
+
+    Nobody changes one: it is submitted again where the same is asked for again. (It is not frozen, as it would be made
+    four times as slowly.) ``plain``: one call on its stream, and nothing to wait for. The last three are what others
+    keep in it of earlier submissions: ``code`` the recorder, ``call`` and ``issued`` what puts it on a stream.
     """
 
     kind: str
@@ -68,7 +78,13 @@ class Operation:
     waits: bool = False
     waits_for_ever: bool = False
     named: tuple[int, ...] = ()
-    keep: tuple[Any, ...] = field(default=(), compare=False)
+    plain: bool = field(default=False, init=False, compare=False, repr=False)
+    code: Any = field(default=None, init=False, compare=False, repr=False)
+    call: Any = field(default=None, init=False, compare=False, repr=False)
+    issued: Any = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.plain = self.kind in _ONE_CALL and not (self.aside or self.waits)
 
     @property
     def rule(self) -> Rule:
@@ -114,23 +130,48 @@ def describe(record: Mapping[str, Any]) -> str:
     return f"{record['kind']} #{record['n']} ({facts}) at {record['at']}"
 
 
-def call_site() -> str:
-    """Return ``folder/file.py:line`` of the innermost caller outside this library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
-        frame = frame.f_back
-    if frame is None:
+def call_site(depth: int = 1) -> str:
+    """Return ``folder/file.py:line`` of the innermost caller outside this library.
+
+    Parameters
+    ----------
+    depth : int, default 1
+        How many frames up to begin: as many as there are of this library at least, since each one looked at costs time.
+
+    Returns
+    -------
+    str
+        The place, or ``"?"``.
+    """
+    try:
+        frame = _getframe(depth)
+    except ValueError:
+        # A thread whose first frame is of this library.
         return "?"
-    place = frame.f_code.co_filename, frame.f_lineno
-    return _SITES.get(place) or _site(place)
+    return _SITES.get((id(frame.f_code), frame.f_lasti)) or _outside(frame)
 
 
-def _site(place: tuple[str, int]) -> str:
-    """Return a place as people read it, and keep it: loops come by again."""
-    if len(_SITES) >= _MOST_SITES:
-        _SITES.clear()
-    text = _SITES[place] = f"{os.sep.join(place[0].rsplit(os.sep, 2)[-2:])}:{place[1]}"[-_LONGEST_SITE:]
-    return text
+def _outside(frame: FrameType | None) -> str:
+    """Return where the innermost frame outside this library stands, of `frame` and its callers."""
+    while frame is not None:
+        place = id(frame.f_code), frame.f_lasti
+        text = _SITES.get(place)
+        if text is None:
+            text = _place(frame)
+            if len(_SITES) < _MOST_SITES:
+                _CODES.append(frame.f_code)
+                _SITES[place] = text
+        if text:
+            return text
+        frame = frame.f_back
+    return "?"
+
+
+def _place(frame: FrameType) -> str:
+    """Return where a frame stands, as people read it, or nothing where it is of this library."""
+    if str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
+        return ""
+    return f"{os.sep.join(frame.f_code.co_filename.rsplit(os.sep, 2)[-2:])}:{frame.f_lineno}"[-_LONGEST_SITE:]
 
 
 _PLAN_KEYS = ("operation", "count", "dtype", "op", "root")

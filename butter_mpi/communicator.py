@@ -19,10 +19,26 @@ from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes import CommBackend
 from butter_mpi.planes.base import Plane
+from butter_mpi.plans import Plans
 
 __all__ = ["Communicator"]
 
 _POLL_SECONDS = 0.005
+_CALLER = 3
+"""Frames from ``call_site`` to whoever called an operation, at least."""
+
+
+class _What:
+    """Who and what a message is about, put into words only where there is a message."""
+
+    __slots__ = ("_comm", "_kind", "_name")
+
+    def __init__(self, comm: Communicator, kind: str, name: str) -> None:
+        self._comm, self._kind, self._name = comm, kind, name
+
+    def __str__(self) -> str:
+        name = f": {self._name}" if self._name else ""
+        return f"{self._comm._plane.who}: {self._kind} #{self._comm.sequence + 1}{name}"
 
 
 class _Group:
@@ -41,7 +57,7 @@ class _Group:
             self._plane.group_discard()
 
 
-class Communicator:
+class Communicator(Plans):
     """The ranks of a job, and the operations between them.
 
     Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after
@@ -541,8 +557,8 @@ class Communicator:
         self.records = self.all_gather_json(self._record)
         return self.records
 
-    def _what(self, kind: str) -> str:
-        return f"{self._plane.who}: {kind} #{self.sequence + 1}"
+    def _what(self, kind: str, name: str = "") -> _What:
+        return _What(self, kind, name)
 
     def _op(self, kind: str, op: ReduceOp | str) -> ReduceOp:
         try:
@@ -551,7 +567,7 @@ class Communicator:
             raise ValueError(f"{self._what(kind)}: {error}") from None
 
     def _view(self, kind: str, name: str, array: Any, *, writable: bool) -> ArrayView:
-        what = f"{self._what(kind)}: {name}"
+        what = self._what(kind, name)
         if not self._plane.on_device:
             return view(array, what, writable=writable)
         seen = device_view(array, what, writable=writable)
@@ -622,7 +638,7 @@ class Communicator:
     ) -> None:
         buffers = [b for b in (send, None if recv is send else recv) if b is not None]
         ordered, named = self._streams(kind, stream, buffers)
-        operation = Operation(
+        operation = self._plane.operation(
             kind,
             count,
             buffers[0].dtype if buffers else DType.UINT8,
@@ -631,19 +647,23 @@ class Communicator:
             op,
             None if root is None else int(root),
             None if peer is None else int(peer),
-            call_site(),
+            call_site(_CALLER),
             ordered,
-            named=named,
-            keep=tuple(b.owner for b in buffers),
+            False,
+            False,
+            False,
+            named,
         )
-        if not operation.rule.paired:
-            self._hold_to_plan(operation)
-        self._plane.submit(operation)
+        self._hand_over(operation, tuple(b.owner for b in buffers))
 
-    def _hold_to_plan(self, operation: Operation) -> None:
+    def _hand_over(self, operation: Operation, keep: Any) -> None:
+        """Submit a checked operation; a group keeps `keep` alive until its end."""
+        if self._plan is not None and not operation.rule.paired:
+            self._hold_to_plan(self._plan, operation)
+        self._plane.submit(operation, keep)
+
+    def _hold_to_plan(self, plan: Mapping[str, Any], operation: Operation) -> None:
         """Refuse a first collective that is not the planned one."""
-        if self._plan is None:
-            return
         found = {
             "operation": operation.kind,
             "count": operation.count,
@@ -651,7 +671,7 @@ class Communicator:
             "op": operation.op.label if operation.op else None,
             "root": operation.root,
         }
-        differing = [f"{k} {v!r}, planned {self._plan[k]!r}" for k, v in found.items() if v != self._plan[k]]
+        differing = [f"{k} {v!r}, planned {plan[k]!r}" for k, v in found.items() if v != plan[k]]
         if differing:
             raise ValueError(
                 f"{self._what(operation.kind)}: not the collective that init(plan=...) declared: {', '.join(differing)}"

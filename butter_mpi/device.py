@@ -5,10 +5,13 @@ Streams, events and pointers are integers. Every function names the C function i
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from butter_mpi.cuda import call, load_driver, ordinal_of
+from butter_mpi.cuda import call, check, load_driver, prepared, typed
 from butter_mpi.errors import CUDAError
 
 __all__ = ["LEGACY_STREAMS", "Device", "same_stream"]
@@ -27,14 +30,55 @@ _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _NOT_READY = 600
 _INVALID_VALUE = 1
-_HOST_MEMORY = 1
+_MEMORY_TYPE, _DEVICE_ORDINAL, _HOST_MEMORY = 2, 9, 1
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
-_IMPLICITLY_CAPTURED = 906
+_IMPLICITLY_CAPTURED, _NOT_CAPTURED = 906, 0
+_MOST_STREAMS = 256
 
 
 def same_stream(one: int, other: int) -> bool:
     """Return whether two handles are of one stream."""
     return one == other or (one in LEGACY_STREAMS and other in LEGACY_STREAMS)
+
+
+class _Questions:
+    """What every operation asks the driver, prepared: called without arguments; and where the answers are written."""
+
+    def __init__(self) -> None:
+        self.context, self.capture = ctypes.c_void_p(), ctypes.c_int()
+        self.get_current = prepared("cuCtxGetCurrent", ctypes.byref(self.context))
+        self.captures: dict[int, Callable[[], int]] = {}
+        self.attribute = ctypes.c_int()
+        self._get_attribute = typed("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        self._attribute_at = ctypes.byref(self.attribute)
+        self._get_context = typed("cuStreamGetCtx", ctypes.c_void_p, ctypes.c_void_p)
+        self._context_at = ctypes.byref(self.context)
+
+    def capturing(self, stream: int) -> Callable[[], int]:
+        """Return what asks whether a stream is in capture, and gives the driver's status; it is kept for later."""
+        if len(self.captures) >= _MOST_STREAMS:
+            self.captures.clear()
+        arguments = ctypes.c_void_p.from_param(stream), ctypes.byref(self.capture)
+        question: Callable[[], int] = prepared("cuStreamIsCapturing", *arguments)
+        self.captures[stream] = question
+        return question
+
+    def get_context(self, stream: int) -> int:
+        """Ask of which context a stream is; returns the driver's status."""
+        status: int = self._get_context(stream, self._context_at)
+        return status
+
+    def get_attribute(self, which: int, pointer: int) -> int:
+        """Ask about memory; returns the driver's status."""
+        status: int = self._get_attribute(self._attribute_at, which, pointer)
+        return status
+
+
+class _Asked(threading.local):
+    """The questions of each thread: answers of two must not meet."""
+
+    def __init__(self) -> None:
+        self.questions = _Questions()
 
 
 class Device:
@@ -85,6 +129,8 @@ class Device:
         if current not in (0, int(self._context)):
             call(self._driver, "cuDevicePrimaryCtxRelease", self._device)
             raise CUDAError(_OTHER_CONTEXT.format(ordinal), call="cuCtxGetCurrent", code=0)
+        self._own_context = int(self._context)
+        self._asked, self._asked_on_lane = _Asked(), _Questions()
         self.make_current()
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -109,11 +155,16 @@ class Device:
         ValueError
             Another context is current.
         """
-        current = int(self.call("cuCtxGetCurrent"))
-        if current not in (0, int(self._context)):
-            raise ValueError(_OTHER_CONTEXT.format(self.ordinal))
-        if not current:
+        asked = self._asked.questions
+        self._check("cuCtxGetCurrent", asked.get_current())
+        if not asked.context.value:
             self.make_current()
+        elif asked.context.value != self._own_context:
+            raise ValueError(_OTHER_CONTEXT.format(self.ordinal))
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            check(name, self._driver.CUresult(status))
 
     @functools.cached_property
     def capability(self) -> tuple[int, int]:
@@ -191,36 +242,47 @@ class Device:
             )
         if number not in LEGACY_STREAMS and (not 0 < number < 2**64 or number % _HANDLE_ALIGNMENT):
             raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
-        if number not in LEGACY_STREAMS and self._context_of(number) != int(self._context):
+        if number not in LEGACY_STREAMS and self._context_of(number) != self._own_context:
             raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {number:#x} is of another")
-        self.refuse_capture(number)
+        self._refuse_captured(number)
         return number
 
     def refuse_capture(self, stream: int) -> None:
-        """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is."""
-        self.enter()
+        """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is.
+
+        Each operation asks this, so it is made for speed: the answers are written to one place, and only the thread
+        that holds the lane may ask.
+        """
+        asked = self._asked_on_lane
+        if asked.get_current() or asked.context.value != self._own_context:
+            self.enter()
+        if (asked.captures.get(stream) or asked.capturing(stream))() or asked.capture.value != _NOT_CAPTURED:
+            self._refuse_captured(stream)
+
+    def _refuse_captured(self, stream: int) -> None:
         if self._captured(stream):
             raise ValueError(
                 f"stream must not be captured into a CUDA graph: {stream:#x} is. A graph that replays an operation "
                 "takes no sequence number, and no other rank could compare it; end the capture first"
             )
 
-    def _context_of(self, stream: int) -> int:
+    def _context_of(self, stream: int) -> int | None:
+        asked = self._asked.questions
         try:
-            return int(self.call("cuStreamGetCtx", stream))
+            self._check("cuStreamGetCtx", asked.get_context(stream))
         except CUDAError as error:
             if error.code in (_DESTROYED_CONTEXT, _INVALID_HANDLE):
                 raise ValueError(f"stream must be the handle of a CUDA stream; {stream:#x} is none: {error}") from None
             raise
+        return asked.context.value
 
     def _captured(self, stream: int) -> bool:
-        status = self._driver.CUstreamCaptureStatus
-        try:
-            return bool(self.call("cuStreamIsCapturing", stream) != status.CU_STREAM_CAPTURE_STATUS_NONE)
-        except CUDAError as error:
-            if error.code == _IMPLICITLY_CAPTURED:
-                return True
-            raise
+        asked = self._asked.questions
+        status = (asked.captures.get(stream) or asked.capturing(stream))()
+        if status == _IMPLICITLY_CAPTURED:
+            return True
+        self._check("cuStreamIsCapturing", status)
+        return asked.capture.value != _NOT_CAPTURED
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.
@@ -265,16 +327,19 @@ class Device:
         ValueError
             Another context is current.
         """
-        memory_type = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         self.enter()
-        try:
-            if int(self.call("cuPointerGetAttribute", memory_type, pointer)) == _HOST_MEMORY:
-                return None
-            return ordinal_of(self._driver, pointer)
-        except CUDAError as error:
-            if error.code == _INVALID_VALUE:
-                return None
-            raise
+        # Not by cuda-python: its 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2 answer 0 for every device (their issue 2928).
+        memory = self._attribute(_MEMORY_TYPE, pointer)
+        return None if memory in (None, _HOST_MEMORY) else self._attribute(_DEVICE_ORDINAL, pointer)
+
+    def _attribute(self, which: int, pointer: int) -> int | None:
+        """Return what the driver knows of memory, ``None`` where it does not know the memory."""
+        asked = self._asked.questions
+        status = asked.get_attribute(which, pointer)
+        if status == _INVALID_VALUE:
+            return None
+        self._check("cuPointerGetAttribute", status)
+        return asked.attribute.value
 
     def load_kernel(self, code: bytes, name: str) -> int:
         """Return a kernel of machine code (``cuModuleLoadData``); it stays loaded."""

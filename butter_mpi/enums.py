@@ -40,6 +40,9 @@ class DType(enum.Enum):
         self.itemsize = itemsize
         self.nccl = nccl
 
+    # Members are equal only to themselves. Enum's own hash is a Python function, and operations are looked up by them.
+    __hash__ = object.__hash__
+
     @classmethod
     def parse(cls, value: DType | str) -> DType:
         """Return the member for a member or a NumPy/ml_dtypes name.
@@ -61,10 +64,13 @@ class DType(enum.Enum):
         """
         if isinstance(value, cls):
             return value
-        for member in cls:
-            if value == member.label:
-                return member
+        found = _DTYPES.get(value) if isinstance(value, str) else None
+        if found is not None:
+            return found
         raise ValueError(f"dtype must be one of {', '.join(m.label for m in cls)}; got {value!r}")
+
+
+_DTYPES = {member.label: member for member in DType}
 
 
 class ReduceOp(enum.Enum):
@@ -84,6 +90,8 @@ class ReduceOp(enum.Enum):
     def __init__(self, label: str, nccl: int) -> None:
         self.label = label
         self.nccl = nccl
+
+    __hash__ = object.__hash__
 
     @classmethod
     def parse(cls, value: ReduceOp | str) -> ReduceOp:
@@ -106,7 +114,10 @@ class ReduceOp(enum.Enum):
         """
         if isinstance(value, cls):
             return value
-        for member in cls:
-            if value == member.label:
-                return member
+        found = _OPS.get(value) if isinstance(value, str) else None
+        if found is not None:
+            return found
         raise ValueError(f"op must be one of {', '.join(m.label for m in cls)}; got {value!r}")
+
+
+_OPS = {member.label: member for member in ReduceOp}

@@ -19,7 +19,7 @@ import fcntl
 import mmap
 import os
 import struct
-import time
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from butter_mpi.descriptors import beyond_standard, memory_file
@@ -51,9 +51,12 @@ _NONE = 0xFF
 _NO_ROOT = 0xFFFFFFFF
 _MASK = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15
+_MOST_SHAPES = 4096
 _WORD = struct.Struct("=Q")
-# time ns, chain (or peer and number), signature, count, site, bound ms, stream, number
-_WHOLE = struct.Struct("=8Q").pack_into
+# signature, count, site, bound ms, stream: what is the same each time that one operation is submitted
+_CODE = struct.Struct("=5Q").pack
+# time ns, chain (or peer and number), the code, number; native, as that is what packs a word at once
+_WHOLE = struct.Struct("QQ40sQ").pack_into
 # time ns, number of the collective before it, signature, 0, site, 0, 0, count
 _EXCHANGE = struct.Struct("=8Q").pack_into
 _SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
@@ -123,7 +126,7 @@ class Recorder:
             self._map = mmap.mmap(self.fd, SIZE)
         self._bound = max(1, int(deadline * 1000))
         self._chain = self._position = self._exchanged = 0
-        self._signatures: dict[tuple[Any, ...], int] = {}
+        self._codes: dict[tuple[Any, ...], tuple[Any, int, bytes]] = {}
         self._sites: dict[str, int] = {}
         self._next_site = 0
 
@@ -141,26 +144,38 @@ class Recorder:
         number : int
             Its sequence number; of a send or receive, its number between the two ranks.
         """
-        dtype, op, root, site, count = operation.dtype, operation.op, operation.root, operation.site, operation.count
-        what = operation.kind, dtype.nccl, None if op is None else op.nccl, root
-        signature = self._signatures.get(what)
-        if signature is None:
-            signature = self._signatures[what] = _signature(operation)
-        place = self._sites.get(site)
-        if place is None:
-            place = self._new_site(site)
-        if operation.peer is None:
-            link = (self._chain ^ signature) * _ODD & _MASK
-            self._chain = link = ((link ^ link >> 32 ^ count) * _ODD + number) & _MASK
-            at, stamp = _HEADER + number % COLLECTIVES * _RECORD, number
+        code = operation.code
+        if code is None or code[0] is not self._codes:
+            operation.code = code = self._code(operation)
+        _, mixed, words = code
+        peer = operation.peer
+        # One call, which clears all words and then stores them in this order.
+        if peer is None:
+            # Odd, so that what follows a difference cannot undo it; and shapes are spread over all bits.
+            self._chain = link = (self._chain * _ODD + mixed) & _MASK
+            _WHOLE(self._map, number % COLLECTIVES * _RECORD + _HEADER, monotonic_ns(), link, words, number)
         else:
             self._position = stamp = self._position + 1
-            link = operation.peer << 40 | number
-            at = _PAIRS_AT + stamp % PAIRS * _RECORD
             _WORD.pack_into(self._map, _POSITION, stamp)
-        bound = 0 if operation.waits_for_ever else self._bound
-        # One call, which clears all words and then stores them in this order.
-        _WHOLE(self._map, at, time.monotonic_ns(), link, signature, count, place, bound, operation.stream, stamp)
+            at = stamp % PAIRS * _RECORD + _PAIRS_AT
+            _WHOLE(self._map, at, monotonic_ns(), peer << 40 | number, words, stamp)
+
+    def _code(self, operation: Operation) -> tuple[Any, int, bytes]:
+        """Return what is the same each time: in which table it is good, its hash, and its words.
+
+        Call sites have numbers, which are given anew when there are too many: then all codes are void.
+        """
+        what = operation.kind, operation.dtype, operation.op, operation.root, operation.count
+        key = what, operation.site, operation.stream, operation.waits_for_ever
+        code = self._codes.get(key)
+        if code is None:
+            place = self._sites.get(operation.site) or self._new_site(operation.site)
+            if len(self._codes) >= _MOST_SHAPES:
+                self._codes = {}
+            signature, bound = _signature(operation), 0 if operation.waits_for_ever else self._bound
+            words = _CODE(signature, operation.count, place, bound, operation.stream)
+            code = self._codes[key] = self._codes, _mixed(signature, operation.count), words
+        return code
 
     def exchange(self, kind: str, number: int, site: str) -> None:
         """Write that this rank comes to an exchange over the control plane, which ends when every rank has.
@@ -178,7 +193,7 @@ class Recorder:
         signature = (len(KINDS) + EXCHANGES.index(kind)) | len(DTYPES) << 8 | _NONE << 16 | _NO_ROOT << 32
         place = self._sites.get(site) or self._new_site(site)
         at = _EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD
-        _EXCHANGE(self._map, at, time.monotonic_ns(), number, signature, 0, place, 0, 0, count)
+        _EXCHANGE(self._map, at, monotonic_ns(), number, signature, 0, place, 0, 0, count)
 
     def begin_at(self, sequence: int) -> None:
         """Go on after `sequence`, which all ranks have agreed on: what came before is not compared any more."""
@@ -191,6 +206,7 @@ class Recorder:
         self._next_site += 1
         if len(self._sites) >= SITES:
             self._sites.clear()
+            self._codes = {}
         self._sites[text] = self._next_site
         raw = text.encode(errors="replace")[-(_TEXT - 10) :]
         at = _SITES_AT + self._next_site % SITES * _TEXT
@@ -208,6 +224,14 @@ def _signature(operation: Operation) -> int:
     op = _NONE if operation.op is None else operation.op.nccl
     root = _NO_ROOT if operation.root is None else operation.root
     return KINDS.index(operation.kind) | operation.dtype.nccl << 8 | op << 16 | root << 32
+
+
+def _mixed(signature: int, count: int) -> int:
+    """Return a hash of 64 bits in which what differs little differs everywhere."""
+    mixed = (signature * _ODD ^ count) & _MASK
+    for _ in range(3):
+        mixed = (mixed ^ mixed >> 32) * _ODD & _MASK
+    return mixed
 
 
 class Reader:
@@ -244,7 +268,7 @@ class Reader:
 
     def beat(self) -> None:
         """Tell the rank that its watcher runs."""
-        self._words[_BEAT] = time.monotonic_ns()
+        self._words[_BEAT] = monotonic_ns()
 
     def head(self) -> int:
         """Return the number of the newest collective; 0: none yet."""

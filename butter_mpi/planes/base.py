@@ -17,9 +17,14 @@ HOST_STREAM = 0
 """The one stream of host memory: the caller itself, one operation at a time."""
 
 _LARGEST = 2**63
+_LARGEST_POINTER = 2**64
+_MOST_OPERATIONS = 1024
+_CALLER = 3
+"""Frames from ``call_site`` to whoever called one of the twenty methods."""
 
 
-def _whole(name: str, value: int, low: int, high: int) -> int:
+def _whole(name: str, value: int, low: int, high: int, kind: str = "") -> int:
+    name = f"{kind}: {name}" if kind else name
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if not low <= value < high:
@@ -36,6 +41,8 @@ class Plane(Submitting):
         Of ``Submitting``.
     """
 
+    __slots__ = ("_handles", "_memory", "_next_handle", "_operations", "stream")
+
     NAME: str
     on_device = False
     """Whether operations work on device memory."""
@@ -46,6 +53,7 @@ class Plane(Submitting):
         self._handles: dict[int, Any] = {}
         self._next_handle = itertools.count(1)
         self._memory = Allocator(who, self._allocate, self._free)
+        self._operations: dict[tuple[Any, ...], Operation] = {}
 
     # -- the twenty methods ------------------------------------------------------------------------------------------
 
@@ -188,7 +196,7 @@ class Plane(Submitting):
             raise ValueError(f"{self.who}: stream must be {self.stream}, the one stream of this plane; got {stream!r}")
         return stream
 
-    def check_pointer(self, pointer: int, what: str) -> None:
+    def check_pointer(self, pointer: int, what: object) -> None:
         """Raise ``ValueError`` where memory is not of this plane."""
 
     def _make(
@@ -208,30 +216,38 @@ class Plane(Submitting):
         waits_for_ever: bool = False,
     ) -> Operation:
         """Return a checked operation on raw pointers."""
-        rule, dtype = RULES[kind], DType.parse(dtype)
-        op = ReduceOp.parse(op) if op is not None else None
-        _whole("nbytes", nbytes, 0, _LARGEST)
-        if nbytes % dtype.itemsize:
+        rule = RULES[kind]
+        dtype = dtype if dtype.__class__ is DType else DType.parse(dtype)
+        op = op if op is None or op.__class__ is ReduceOp else ReduceOp.parse(op)
+        if nbytes.__class__ is not int or not 0 <= nbytes < _LARGEST:
+            _whole("nbytes", nbytes, 0, _LARGEST)
+        count = nbytes // dtype.itemsize
+        if count * dtype.itemsize != nbytes:
             raise ValueError(f"{self.who}: {kind}: {nbytes} bytes are no whole number of {dtype.label} elements")
-        for name, ptr, blocks in (("send", send, rule.send_blocks), ("recv", recv, rule.recv_blocks)):
-            if blocks:
-                _whole(f"{kind}: {name} pointer", ptr, 1 if nbytes else 0, 2**64)
-        for name, value in (("root", root), ("peer", peer)):
-            if value is not None:
-                _whole(f"{kind}: {name}", value, 0, self._world_size)
-        count, stream = nbytes // dtype.itemsize, self.stream if stream is None else stream
-        return Operation(
-            kind,
-            count,
-            dtype,
-            send,
-            recv,
-            op,
-            root,
-            peer,
-            call_site(),
-            stream,
-            aside,
-            waits or waits_for_ever,
-            waits_for_ever,
-        )
+        least = 1 if nbytes else 0
+        if rule.send_blocks and (send.__class__ is not int or not least <= send < _LARGEST_POINTER):
+            _whole("send pointer", send, least, _LARGEST_POINTER, kind)
+        if rule.recv_blocks and (recv.__class__ is not int or not least <= recv < _LARGEST_POINTER):
+            _whole("recv pointer", recv, least, _LARGEST_POINTER, kind)
+        if root is not None:
+            _whole("root", root, 0, self._world_size, kind)
+        if peer is not None:
+            _whole("peer", peer, 0, self._world_size, kind)
+        waits = waits or waits_for_ever
+        ordered = self.stream if stream is None else stream
+        site = call_site(_CALLER)
+        facts = kind, count, dtype, send, recv, op, root, peer, site, ordered, aside, waits, waits_for_ever
+        return self._operations.get(facts) or self.operation(*facts)
+
+    def operation(self, *facts: Any) -> Operation:
+        """Return the operation with these facts, in the order of its fields: the one that was made before, if any.
+
+        Loops ask for the same ones again and again, and what was found out of one (how it is recorded and called) is
+        kept in it.
+        """
+        made = self._operations.get(facts)
+        if made is None:
+            if len(self._operations) >= _MOST_OPERATIONS:
+                self._operations.clear()
+            made = self._operations[facts] = Operation(*facts)
+        return made

@@ -14,17 +14,17 @@ class Inside:
     """
 
     def __init__(self) -> None:
-        # Not a number: adding to one is not atomic between threads.
-        self._marks: list[None] = []
+        # Not a number: adding to one is not atomic between threads. The path that every operation takes marks by hand.
+        self.marks: list[None] = []
 
     def __enter__(self) -> None:
-        self._marks.append(None)
+        self.marks.append(None)
 
     def __exit__(self, *_: object) -> None:
-        self._marks.pop()
+        self.marks.pop()
 
     def wait_until_none(self) -> None:
         """Wait without a bound until nobody is inside; only in a thread that can be left to itself."""
         pause = Pause()
-        while self._marks:
+        while self.marks:
             pause()

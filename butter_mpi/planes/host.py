@@ -18,7 +18,7 @@ from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.memory import at, copy, numpy_dtype
 from butter_mpi.planes.peers import PeerPlane, Task
-from butter_mpi.planes.submitting import Numbered
+from butter_mpi.planes.submitting import Numbered, Signed, signed
 
 __all__ = ["HostPlane"]
 
@@ -63,16 +63,17 @@ class HostPlane(PeerPlane):
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         limit = None if all(operation.waits_for_ever for operation, _ in numbered) else self.deadline
-        meeting = Meeting(self._control, self._records(numbered))
-        self._finish(self._tasks(numbered, meeting), meeting, numbered[0][1], limit)
+        submitted = signed(numbered)
+        meeting = Meeting(self._control, self._records(submitted))
+        self._finish(self._tasks(submitted, meeting), meeting, submitted[0][1], limit)
 
-    def _tasks(self, numbered: Sequence[Numbered], meeting: Meeting) -> list[Task]:
+    def _tasks(self, submitted: Sequence[Signed], meeting: Meeting) -> list[Task]:
         """Return every pair as a task, and the collectives as one: MPI wants those one after another."""
-        for send, recv in self._own_pairs([operation for operation, _ in numbered]):
+        for send, recv in self._own_pairs([operation for operation, _ in submitted]):
             assert send is not None and recv is not None
             copy(recv.recv, send.send, send.nbytes)
         tasks, collectives = [], []
-        for operation, record in numbered:
+        for operation, record in submitted:
             if not operation.rule.paired:
                 collectives.append(self._when_met(record, meeting, getattr(self, f"_{operation.kind}")(operation)))
             elif operation.peer != self._rank:

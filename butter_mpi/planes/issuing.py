@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from butter_mpi import nccl
@@ -121,16 +122,30 @@ class Issuer:
         return self._types[dtype]
 
     def _call(self, comm: int, operation: Operation) -> None:
-        rule = operation.rule
+        call = operation.call
+        if call is None or call[0] != comm:
+            call = self.prepare(comm, operation)
+        nccl.check(self._library, call[2], call[1]())
+
+    def prepare(self, comm: int, operation: Operation) -> tuple[int, Callable[[], int], str]:
+        """Return the communicator, the call with its arguments as ctypes passes them, and the function's name.
+
+        They are kept in the operation, which may come again.
+        """
+        name, rule = _FUNCTIONS[operation.kind], operation.rule
         arguments: list[int | None] = [operation.send] if rule.send_blocks else []
         arguments += [operation.recv] if rule.recv_blocks else []
         arguments += [operation.count, self.data_type(operation.dtype)]
         arguments += [operation.op.nccl] if rule.reduces and operation.op is not None else []
         arguments += [operation.root] if rule.rooted else []
         arguments += [operation.peer] if rule.paired else []
-        # Every number was checked when the operation was made, so the typed function alone is enough.
-        name = _FUNCTIONS[operation.kind]
-        nccl.check(self._library, name, self._library.function(name)(*arguments, comm, operation.stream))
+        kinds = self._library.function(name).argtypes
+        # Every number was checked when the operation was made.
+        values = zip(kinds, [*arguments, comm, operation.stream], strict=True)
+        converted = [kind.from_param(value) for kind, value in values]
+        call = comm, functools.partial(self._library.untyped(name), *converted), name
+        operation.call = call
+        return call
 
     # -- two ranks: send, receive and add ----------------------------------------------------------------------------
 

@@ -7,13 +7,12 @@ looks at the communicator's health before it reports success.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from butter_mpi import nccl
-from butter_mpi.collectives import Operation
+from butter_mpi.collectives import Operation, signature
 from butter_mpi.control import Control, Pause, Watch
 from butter_mpi.enums import DType
 from butter_mpi.errors import (
@@ -30,7 +29,7 @@ from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.memory import ALIGNMENT
 from butter_mpi.planes.nccl_life import NcclLife
 from butter_mpi.planes.peers import Task
-from butter_mpi.planes.submitting import Numbered
+from butter_mpi.planes.submitting import Numbered, signed
 from butter_mpi.planes.waiting import Waiting, farewells
 
 __all__ = ["NcclPlane"]
@@ -72,8 +71,7 @@ class NcclPlane(NcclLife):
 
     # -- operations --------------------------------------------------------------------------------------------------
 
-    def _admit(self, operation: Operation) -> None:
-        super()._admit(operation)
+    def _check_supported(self, operation: Operation) -> None:
         if operation.op is not None and operation.dtype in _FLOAT8 and self.device.capability < _FLOAT8_CAPABILITY:
             raise NotSupportedError(
                 f"{self.who}: {operation.kind} of {operation.dtype.label}: this device has compute capability "
@@ -85,43 +83,46 @@ class NcclPlane(NcclLife):
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         if self._strict:
             self._meet(numbered)
-        operations = [self._whole(operation) for operation, _ in numbered]
-        waited = operations[0] if len(operations) == 1 and operations[0].waits else None
-        with self._on_own_stream(operations):
-            streamed = [self._streamed(operation) for operation in operations]
-            new = self._issuer.pairs(streamed) - self._connected
-            if waited or new or self._connects_late:
-                self._issue_bounded(streamed, numbered)
-            else:
-                self._issue(streamed)
-        if waited is not None:
-            self._wait_for(waited, numbered[0][1])
+        first = numbered[0][0]
+        if first.plain and len(numbered) == 1 and not (self._connects_late or self._issuer.add_kernel):
+            self._issue_again(first)
+        else:
+            self._execute_all([self._issued(operation) for operation, _ in numbered], numbered)
+
+    def _execute_all(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
+        """Execute what may be several, run beside its stream, be waited for, or wait inside NCCL."""
+        aside = {operation.stream for operation, _ in numbered if operation.aside}
+        for stream in aside:
+            self._order(stream, self._aside)
+        waits = len(numbered) == 1 and numbered[0][0].waits
+        if waits or self._connects_late or not self._issuer.pairs(operations) <= self._connected:
+            self._issue_bounded(operations, numbered)
+        else:
+            self._issue(operations)
+        for stream in aside:
+            self._order(self._aside, stream)
+        if waits:
+            self._wait_for(*numbered[0])
 
     def _meet(self, numbered: Sequence[Numbered]) -> None:
         """Compare what ranks submit, and how it will be moved: a rank that adds waits for one that adds."""
+        submitted = signed(numbered)
         if self._issuer.adds([operation for operation, _ in numbered]):
-            numbered = [(operation, {**record, "way": ADDING}) for operation, record in numbered]
-        meeting = Meeting(self._control, self._records(numbered))
+            submitted = [(operation, {**record, "way": ADDING}) for operation, record in submitted]
+        meeting = Meeting(self._control, self._records(submitted))
         limit = None if all(operation.waits_for_ever for operation, _ in numbered) else self.deadline
-        self._finish(
-            [self._when_met(record, meeting, nothing()) for _, record in numbered], meeting, numbered[0][1], limit
-        )
+        tasks = [self._when_met(record, meeting, nothing()) for _, record in submitted]
+        self._finish(tasks, meeting, submitted[0][1], limit)
 
-    def _whole(self, operation: Operation) -> Operation:
-        return self._barrier_operation(operation.stream) if operation.kind == "barrier" else operation
-
-    def _streamed(self, operation: Operation) -> Operation:
-        return replace(operation, stream=self._aside) if operation.aside else operation
-
-    @contextmanager
-    def _on_own_stream(self, operations: Sequence[Operation]) -> Iterator[None]:
-        """Order the communicator's own stream after what compute streams hold, and their later work after it."""
-        streams = {operation.stream for operation in operations if operation.aside}
-        for stream in streams:
-            self._order(stream, self._aside)
-        yield
-        for stream in streams:
-            self._order(self._aside, stream)
+    def _issued(self, operation: Operation) -> Operation:
+        """Return an operation as it is put on a stream: a barrier as a sum, what runs aside on this plane's own."""
+        if not operation.aside and operation.kind != "barrier":
+            return operation
+        if operation.issued is None:
+            whole = operation if operation.kind != "barrier" else self._barrier_operation(operation.stream)
+            operation.issued = replace(whole, stream=self._aside) if operation.aside else whole
+        issued: Operation = operation.issued
+        return issued
 
     def _issue_bounded(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
         """Issue what has a deadline or could wait inside NCCL, where the first call between two ranks connects them.
@@ -129,7 +130,7 @@ class NcclPlane(NcclLife):
         So does, where the user has NCCL connect late, the first operation of each algorithm; NCCL alone knows which of
         them it takes, by size, type and group.
         """
-        record = numbered[0][1]
+        record = signature(*numbered[0])
         limit = None if all(operation.waits_for_ever for operation in operations) else self.deadline
         waiting = self._waiting(record, limit, unknown=_UNKNOWN)
         bound = Bound(Watch(None), lambda: waiting.look(record, self._gone(numbered), waiting.take()))
@@ -139,7 +140,8 @@ class NcclPlane(NcclLife):
 
     def _gone(self, numbered: Sequence[Numbered]) -> dict[int, dict[str, Any]]:
         """Return the ranks that have left without coming to an operation, each with the operation."""
-        return {peer: record for op, record in numbered for peer in self._left_out(record, op.peer)}
+        submitted = signed(numbered)
+        return {peer: record for op, record in submitted for peer in self._left_out(record, op.peer)}
 
     def _use_kernel(self, handle: int) -> None:
         self._issuer.add_kernel = handle
@@ -156,12 +158,13 @@ class NcclPlane(NcclLife):
         remedy = f"{what}, or set a longer collective_deadline"
         return super()._waiting(record, limit, **{"remedy": remedy, "grace": _GRACE, **more})
 
-    def _wait_for(self, operation: Operation, record: dict[str, Any]) -> None:
+    def _wait_for(self, operation: Operation, number: int) -> None:
         """Poll the stream; its work also counts as done after an abort, so health has the last word."""
+        record = signature(operation, number)
         waiting = self._waiting(record, None if operation.waits_for_ever else self.deadline, unknown=_UNKNOWN)
         while not self.device.ready(operation.stream):
             self._ask_nccl()
-            waiting.look(record, self._gone([(operation, record)]), waiting.take())
+            waiting.look(record, self._gone([(operation, number)]), waiting.take())
         self._ask_nccl()
         self.health.check(self.who, record["kind"])
 

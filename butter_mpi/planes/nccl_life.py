@@ -202,6 +202,20 @@ class NcclLife(OnDevice, PeerPlane):
         with self._inside:
             self._issuer.issue(self._handle("submitting"), operations)
 
+    def _issue_again(self, operation: Operation) -> None:
+        """Issue one that is a single call, and was issued before most times: that call, and the mark around it."""
+        marks = self._inside.marks
+        marks.append(None)
+        try:
+            call = operation.call
+            if call is None or call[0] != self._comm:
+                call = self._issuer.prepare(self._handle("submitting"), operation)
+            result = call[1]()
+            if result != nccl.SUCCESS:
+                nccl.check(self._library, call[2], result)
+        finally:
+            marks.pop()
+
     def _handle(self, what: str) -> int:
         """Return the communicator's handle, to a thread that is marked as inside; another may have taken it away."""
         comm = self._comm

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from butter_mpi.collectives import Operation, call_site, control_signature, signature
+from butter_mpi.collectives import Operation, call_site, control_signature
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
@@ -31,7 +31,7 @@ class OnDevice(Plane):
         """Return a stream of this device's primary context, not captured."""
         return int(self._ask(self.device.check_stream, stream))
 
-    def check_pointer(self, pointer: int, what: str) -> None:
+    def check_pointer(self, pointer: int, what: object) -> None:
         """Refuse memory of the host, or of another device."""
         owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
         if owner != self.device.ordinal:
@@ -40,14 +40,24 @@ class OnDevice(Plane):
 
     def _admit(self, operation: Operation) -> None:
         """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""
-        for stream in (operation.stream, *operation.named):
-            self._ask(self.device.refuse_capture, stream)
+        device = self._device
+        assert device is not None
+        try:
+            device.refuse_capture(operation.stream)
+            for stream in operation.named:
+                device.refuse_capture(stream)
+        except (CUDAError, ValueError) as error:
+            self._answer("refuse_capture", self.who, error)
+        if operation.call is None:
+            self._check_supported(operation)
+
+    def _check_supported(self, operation: Operation) -> None:
+        """Raise ``NotSupportedError`` where device or library lack an operation; asked until it was issued once."""
 
     def _follow(self, operation: Operation) -> None:
-        if operation.named:
-            with self._poisoning(signature(operation, self._next_number(operation))):
-                for stream in operation.named:
-                    self._order(stream, operation.stream)
+        with self._poisoning((operation, self._next_number(operation))):
+            for stream in operation.named:
+                self._order(stream, operation.stream)
 
     def _lead(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
@@ -59,18 +69,21 @@ class OnDevice(Plane):
         self.device.record(self._event, earlier)
         self.device.wait(later, self._event)
 
-    def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
+    def _ask(self, question: Callable[[Any], Any], subject: Any, what: object = None) -> Any:
         """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.
 
         A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
         """
-        name = question.__name__
-        self._check(name)
+        self._check(question.__name__)
         try:
             return question(subject)
-        except ValueError as error:
-            raise ValueError(f"{what or self.who}: {error}") from None
-        except CUDAError as error:
-            record = control_signature(name, self.sequence, call_site())
-            with LANE.held(self.who, name, self.deadline), self._poisoning(record):
-                raise error
+        except (CUDAError, ValueError) as error:
+            self._answer(question.__name__, what or self.who, error)
+
+    def _answer(self, name: str, what: object, error: CUDAError | ValueError) -> NoReturn:
+        """Raise what a question ended by."""
+        if isinstance(error, ValueError):
+            raise ValueError(f"{what}: {error}") from None
+        record = control_signature(name, self.sequence, call_site())
+        with LANE.held(self.who, name, self.deadline), self._poisoning(record):
+            raise error

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from butter_mpi.collectives import Operation
 from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
-from butter_mpi.planes.submitting import Numbered
+from butter_mpi.planes.submitting import Signed
 from butter_mpi.planes.waiting import Waiting, error_from, farewells, notice_of
 from butter_mpi.sentinel.client import Sentinel
 
@@ -75,6 +74,8 @@ class PeerPlane(Plane):
         self._mpi, self._start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._transport_errors = (mpi.Exception,)
+        self._ended = mpi.Is_finalized
+        self._write = None if sentinel is None else sentinel.recorder.write
         sweep()
 
     # -- the watcher -------------------------------------------------------------------------------------------------
@@ -84,10 +85,6 @@ class PeerPlane(Plane):
         """Whether the watcher compares what ranks submit: where they do not compare it themselves."""
         return False
 
-    def _record(self, operation: Operation, number: int) -> None:
-        if self._sentinel is not None:
-            self._sentinel.recorder.write(operation, number)
-
     def listen_to_watcher(self) -> None:
         """Take the watcher's verdicts from now on; one that has come, at once."""
         if self._sentinel is not None:
@@ -96,7 +93,7 @@ class PeerPlane(Plane):
     def _hear(self, notice: Mapping[str, Any]) -> None:
         """Take a verdict, in the thread that listens: it calls no MPI, and waits for nothing."""
         self._verdict_heard = True
-        flight = self._flight
+        flight = self._in_flight()
         here = {} if flight is None else {"n": flight["n"], "operation": flight["kind"], "phase": "collective"}
         # What differs is the same on every rank; else this rank says what it was in itself.
         here = {} if notice["error"] == "CollectiveMismatchError" else here
@@ -121,19 +118,19 @@ class PeerPlane(Plane):
         super().poison(cause)
         self._pass_on()
 
-    def _check(self, what: str) -> None:
+    def _refuse(self, what: str) -> None:
         self._pass_on()
-        super()._check(what)
+        super()._refuse(what)
 
     def _stop_from_outside(self) -> None:
         """Stop what is under way, while another thread may be in a call on it."""
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
-    def _records(self, numbered: Sequence[Numbered]) -> dict[int, list[dict[str, Any]]]:
+    def _records(self, submitted: Sequence[Signed]) -> dict[int, list[dict[str, Any]]]:
         """Return, for each peer, what this rank tells it."""
         return {
-            peer: [record for operation, record in numbered if operation.peer in (None, peer)]
+            peer: [record for operation, record in submitted if operation.peer in (None, peer)]
             for peer in self._control.peers
         }
 
@@ -224,9 +221,6 @@ class PeerPlane(Plane):
         if self._control.broken is not None:
             return error_from(self.who, *self._control.broken)
         return super()._failed(record, error)
-
-    def _ended(self) -> bool:
-        return bool(self._mpi.Is_finalized())
 
     def _listen(self) -> None:
         self._control.pump()

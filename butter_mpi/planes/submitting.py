@@ -16,12 +16,25 @@ from butter_mpi.collectives import Operation, call_site, control_signature, desc
 from butter_mpi.errors import ButterError, CommunicatorBrokenError, PeerLostError, text_of
 from butter_mpi.lane import LANE, Health
 
-__all__ = ["Numbered", "Submitting"]
+__all__ = ["Numbered", "Signed", "Submitting", "signed"]
 
-Numbered = tuple[Operation, dict[str, Any]]
+Numbered = tuple[Operation, int]
+"""An operation and its number."""
+Signed = tuple[Operation, dict[str, Any]]
+"""An operation and what other ranks are told of it."""
 _CLOSE_PATIENCE = 1.0
 
 _LISTENING = "listening"
+
+
+def _record(flight: Numbered | dict[str, Any]) -> dict[str, Any]:
+    """Return the record of what is in flight."""
+    return signature(*flight) if isinstance(flight, tuple) else flight
+
+
+def signed(numbered: Sequence[Numbered]) -> list[Signed]:
+    """Return operations with what other ranks are told of them."""
+    return [(operation, signature(operation, number)) for operation, number in numbered]
 
 
 class Submitting(ABC):
@@ -39,6 +52,30 @@ class Submitting(ABC):
         Called once with this plane when it is poisoned (the bootstrap ends the job there if asked to).
     """
 
+    # An object with more than 30 attributes in its dictionary is slower at each of them, and at each method.
+    __slots__ = (
+        "_ended",
+        "_flight",
+        "_group",
+        "_group_keeps",
+        "_group_marks",
+        "_group_thread",
+        "_last",
+        "_on_poison",
+        "_pairs",
+        "_pairs_from",
+        "_rank",
+        "_transport_errors",
+        "_world_size",
+        "_write",
+        "deadline",
+        "exit_status",
+        "health",
+        "owner",
+        "sequence",
+        "who",
+    )
+
     def __init__(
         self,
         rank: int,
@@ -52,8 +89,13 @@ class Submitting(ABC):
         self.who, self.deadline = who, deadline
         self.health = Health()
         self.sequence = 0
-        self._last: dict[str, Any] | None = None
-        self._flight: dict[str, Any] | None = None
+        self._last: Numbered | None = None
+        # An operation with its number, or the record of what moves no data.
+        self._flight: Numbered | dict[str, Any] | None = None
+        self._ended: Callable[[], bool] = bool
+        """Tells whether what the plane stands on is gone."""
+        self._write: Callable[[Operation, int], None] | None = None
+        """What writes a submission where the watcher sees it; one rank alone has no watcher."""
         self._pairs: dict[tuple[int, str], int] = {}
         self._pairs_from = 0
         self._on_poison = on_poison
@@ -61,56 +103,96 @@ class Submitting(ABC):
         self.owner: object = None
         self._transport_errors: tuple[type[Exception], ...] = ()
         self._group: list[Operation] | None = None
+        self._group_keeps: list[Any] = []
         self._group_marks: list[int] = []
         self._group_thread = 0
 
     # -- the one path ------------------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation) -> None:
-        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group."""
-        with LANE.held(self.who, operation.kind, self.deadline):
-            self._check(operation.kind)
+    def submit(self, operation: Operation, keep: Any = None) -> None:
+        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group.
+
+        A group keeps what `keep` is alive until it is submitted.
+        """
+        LANE.take(self.who, operation.kind, self.deadline)
+        try:
+            # As in _check; a fork has been looked for.
+            health = self.health
+            if health.cause is not None or health.closed or self._ended():
+                self._refuse(operation.kind)
             self._admit(operation)
-            self._follow(operation)
+            if operation.named:
+                self._follow(operation)
             if self._group is None:
-                self._run([operation])
+                self._run((operation,))
             else:
-                self._group.append(replace(operation, waits=False))
+                self._group.append(replace(operation, waits=False) if operation.waits else operation)
+                self._group_keeps.append(keep)
+        finally:
+            LANE.give()
 
     def _run(self, operations: Sequence[Operation]) -> None:
-        ordered = self._ordered(operations)
-        self._check_own_pairs(ordered)
-        with self._poisoning(signature(ordered[0], self._next_number(ordered[0]))):
-            numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
-            for operation, record in numbered:
-                self._record(operation, record["n"])
-            self._execute(numbered)
-            self._lead(ordered)
-            self._last = numbered[-1][1]
-
-    def _record(self, operation: Operation, number: int) -> None:  # noqa: B027 - one rank alone has no watcher
-        """Write a submission where the watcher sees it."""
-
-    @contextmanager
-    def _poisoning(self, record: dict[str, Any]) -> Iterator[None]:
-        """Mark what is in flight, and poison this communicator with whatever ends the body."""
-        self._flight, before = record, self.health.cause
+        if len(operations) > 1:
+            operations = self._ordered(operations)
+        # Pairs come last.
+        if operations[-1].peer is not None:
+            self._check_own_pairs(operations)
+        before, write = self.health.cause, self._write
+        numbered: list[Numbered] = []
+        named = False
         try:
-            yield
-        except CommunicatorBrokenError as error:
-            self.poison(error)
-            self._raise_first(before, error)
-            raise
-        except self._transport_errors as error:
-            cause = self._failed(record, error)
-            self.poison(cause)
-            self._raise_first(before, cause)
-            raise cause from error
+            for operation in operations:
+                peer = operation.peer
+                number = self.sequence + 1 if peer is None else self._next_number(operation)
+                one = operation, number
+                if not numbered:
+                    # Before the number is taken: a signal handler may close this communicator anywhere.
+                    self._flight = one
+                numbered.append(one)
+                if peer is None:
+                    self.sequence = number
+                else:
+                    self._pairs[peer, operation.kind] = number
+                if write is not None:
+                    write(operation, number)
+                if operation.named:
+                    named = True
+            self._execute(numbered)
+            if named:
+                self._lead(operations)
+            self._last = numbered[-1]
         except BaseException as error:
-            self.poison(self._interrupted(record, error))
+            self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
             raise
         finally:
             self._flight = None
+
+    @contextmanager
+    def _poisoning(self, flight: Numbered | dict[str, Any]) -> Iterator[None]:
+        """Mark what is in flight, and poison this communicator with whatever ends the body."""
+        self._flight, before = flight, self.health.cause
+        try:
+            yield
+        except BaseException as error:
+            self._break(flight, before, error)
+            raise
+        finally:
+            self._flight = None
+
+    def _break(
+        self, flight: Numbered | dict[str, Any], before: CommunicatorBrokenError | None, error: BaseException
+    ) -> None:
+        """Poison this communicator with what ended an operation; raises where that is to be told by another error."""
+        if isinstance(error, CommunicatorBrokenError):
+            self.poison(error)
+            self._raise_first(before, error)
+        elif isinstance(error, self._transport_errors):
+            cause = self._failed(_record(flight), error)
+            self.poison(cause)
+            self._raise_first(before, cause)
+            raise cause from error
+        else:
+            self.poison(self._interrupted(_record(flight), error))
 
     def _raise_first(self, before: CommunicatorBrokenError | None, error: CommunicatorBrokenError) -> None:
         """Raise the first cause, where one that was told came before `error`: later operations raise that one too."""
@@ -121,13 +203,18 @@ class Submitting(ABC):
     @property
     def last(self) -> str:
         """The last operation, as messages name it; empty: there was none."""
-        return "" if self._last is None else describe(self._last)
+        return "" if self._last is None else describe(_record(self._last))
 
     @property
     def in_flight(self) -> str:
         """The operation that a thread is in now; empty: none."""
-        record = self._flight
+        record = self._in_flight()
         return "" if record is None or record["kind"] == _LISTENING else describe(record)
+
+    def _in_flight(self) -> dict[str, Any] | None:
+        """Return the record of what a thread is in now, to whichever thread asks."""
+        flight = self._flight
+        return None if flight is None else _record(flight)
 
     def all_gather_json(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload over the control plane; compared like an operation, it takes no number."""
@@ -184,19 +271,9 @@ class Submitting(ABC):
         return sorted(operations, key=lambda operation: operation.rule.paired)
 
     def _next_number(self, operation: Operation) -> int:
-        if operation.rule.paired:
-            assert operation.peer is not None
-            return self._pairs.get((operation.peer, operation.kind), self._pairs_from) + 1
-        return self.sequence + 1
-
-    def _number(self, operation: Operation) -> int:
-        number = self._next_number(operation)
-        if operation.rule.paired:
-            assert operation.peer is not None
-            self._pairs[operation.peer, operation.kind] = number
-        else:
-            self.sequence = number
-        return number
+        if operation.peer is None:
+            return self.sequence + 1
+        return self._pairs.get((operation.peer, operation.kind), self._pairs_from) + 1
 
     def _check_own_pairs(self, operations: Sequence[Operation]) -> None:
         for send, recv in self._own_pairs(operations):
@@ -251,6 +328,7 @@ class Submitting(ABC):
 
     def group_end(self) -> None:
         """Submit the group if it is the outermost one."""
+        keeps = self._group_keeps
         operations = self._leave_group("group_end", keep=True)
         try:
             if operations:
@@ -260,6 +338,7 @@ class Submitting(ABC):
                     self._admit(operation)
                 self._run(operations)
         finally:
+            del keeps
             LANE.give()
 
     def group_discard(self) -> None:
@@ -276,6 +355,7 @@ class Submitting(ABC):
         if self._group_marks:
             return []
         operations, self._group = self._group, None
+        self._group_keeps = []
         return operations
 
     # -- health and lifecycle ----------------------------------------------------------------------------------------
@@ -290,14 +370,16 @@ class Submitting(ABC):
 
     def _check(self, what: str) -> None:
         """Raise if no operation is taken."""
+        health = self.health
+        if health.cause is not None or health.closed or LANE.forked or self._ended():
+            self._refuse(what)
+
+    def _refuse(self, what: str) -> None:
+        """Raise what keeps operations from being taken."""
         LANE.check_fork(self.who, what)
         if not self.health.closed and self._ended():
             self.health.closed = "ended by MPI.Finalize"
         self.health.check(self.who, what)
-
-    def _ended(self) -> bool:
-        """Return whether what the plane stands on is gone."""
-        return False
 
     def check(self) -> None:
         """Raise the first cause, also one that a peer has told meanwhile."""

@@ -16,12 +16,27 @@ SWEEP = ["-m", "butter_mpi.sweep"]
 
 
 def test_table_of_ratios() -> None:
-    """Every layer stands in the table, as a multiple of the bare call; the policy is set where it is unset."""
+    """Every layer stands in the table, as a multiple of the bare call; the policy is set where it is unset.
+
+    So does what each feature of a submission costs, and the sum of those that have a bound.
+    """
     result = run_job(2, BENCH, env=build().env(), timeout=60)
     assert result.rc == 0 and not result.rank_out[1], result.text
-    head, first, *rest = result.rank_out[0].splitlines()
+    layers, features = (part.splitlines() for part in result.rank_out[0].split("\n\n"))
+    head, first, *rest = layers
     assert head.startswith("host time of one all_reduce of 16 float32, 2 ranks, transport P2P"), result.text
-    assert first.split()[-2:] == ["1.00", "x"] and len(rest) == 3, result.text
+    assert first.split()[-2:] == ["1.00", "x"] and [line.split()[0] for line in rest] == [
+        "ctypes,",
+        "plan",
+        "backend.all_reduce",
+        "Communicator.all_reduce",
+    ], result.text
+    costs = {line[2:30].strip(): [int(one) for one in line[30:].split()[::2]] for line in features[1:]}
+    bounded = ["health", "sequence", "in-flight mark", "call site", "record"]
+    assert list(costs)[:5] == bounded and all(costs[name][0] > 0 for name in bounded), result.text
+    assert costs["record"][1] > 0, result.text
+    for column, whole in enumerate(costs["the first five together"]):
+        assert abs(whole - sum(costs[name][column] for name in bounded)) <= len(bounded), result.text
 
 
 def test_sizes(tmp_path: Path) -> None:

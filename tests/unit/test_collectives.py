@@ -23,6 +23,21 @@ def test_call_site_is_here() -> None:
     assert call_site().startswith("unit/test_collectives.py:") and len(call_site()) <= 120
 
 
+def test_call_site_goes_with_the_line() -> None:
+    """Each place gives its own line, again and again; frames below `depth` are not looked at."""
+
+    def here(depth: int) -> str:
+        return call_site(depth)
+
+    for _ in range(2):
+        first = here(1)
+        second, third = here(2), here(2)
+        fourth = here(2)
+    lines = [int(one.rpartition(":")[2]) for one in (first, second, third, fourth)]
+    assert lines[0] < lines[1] == lines[2] == lines[3] - 1
+    assert call_site(10**6) == "?"
+
+
 def test_plan_in_one_form() -> None:
     """A plan is checked and completed; members and names mean the same."""
     plan = {"operation": "all_reduce", "count": 3, "dtype": DType.BFLOAT16, "op": ReduceOp.MAX}

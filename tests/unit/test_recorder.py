@@ -248,6 +248,48 @@ def test_more_call_sites_than_there_is_room_for(recorder: Recorder) -> None:
     assert newest is not None and newest.site == "app/b.py:1"
 
 
+def test_one_operation_that_comes_again_and_again(recorder: Recorder) -> None:
+    """What is kept of an operation is what a fresh one would give: hash, words, and its call site, also much later."""
+    other, kept = Recorder(10), barrier("app/loop.py:5")
+    try:
+        number = 0
+        for turn in range(3):
+            for _ in range(2):
+                number += 1
+                recorder.write(kept, number)
+                other.write(barrier("app/loop.py:5"), number)
+            # After these there is no room left for call sites of before.
+            for line in range(SITES + 10):
+                number += 1
+                for one in (recorder, other):
+                    one.write(barrier(f"app/other{turn}.py:{line}"), number)
+        number += 1
+        recorder.write(kept, number)
+        other.write(barrier("app/loop.py:5"), number)
+        mine, theirs = (Reader(one.fd).collective(number) for one in (recorder, other))
+        assert mine is not None and theirs is not None
+        assert mine[2:] == theirs[2:] and mine.site == "app/loop.py:5"
+    finally:
+        other.close()
+
+
+def test_order_of_two_operations_counts(recorder: Recorder) -> None:
+    """The same operations in another order give another hash, and it stays another one whatever follows."""
+    other = Recorder(10)
+    try:
+        shapes = [one for one in every_operation() if not one.rule.paired][:40]
+        for first, second in itertools.combinations(shapes, 2):
+            recorder.begin_at(0)
+            other.begin_at(0)
+            for number, (here, there) in enumerate(((first, second), (second, first), (first, first)), 1):
+                recorder.write(here, number)
+                other.write(there, number)
+            entries = [Reader(one.fd).collective(3) for one in (recorder, other)]
+            assert entries[0] and entries[1] and entries[0].chain != entries[1].chain, (first, second)
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize("letter", ["a", "\xe9", "\u6f22", "\U0001f9c8", "\udcff"])
 def test_call_site_keeps_its_end(recorder: Recorder, letter: str) -> None:
     """A call site of the longest form, in any script, still ends with file and line: they are what people look for."""

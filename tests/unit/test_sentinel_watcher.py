@@ -431,3 +431,38 @@ def _share(pid: int, seconds: float) -> float:
     begin, before = time.monotonic(), _running(pid)
     time.sleep(seconds)
     return (_running(pid) - before) / (time.monotonic() - begin)
+
+
+_RATE, _BUSY_SECONDS = 50_000, 1.0
+
+
+def test_what_it_costs_while_ranks_submit(node: Callable[..., Node]) -> None:
+    """With four ranks that are judged and submit 50,000 collectives a second each, it takes at most 5 % of a core."""
+    one = node(*range(4), own=range(4))
+    with contextlib.ExitStack() as open_:
+        made = []
+        for rank in range(4):
+            made.append(Recorder(10))
+            open_.callback(made[-1].close)
+            sock = open_.enter_context(one.connected())
+            hello(sock, rank, one.secret, made[-1].fd)
+            sock.send(messages.pack("judge"))
+        assert messages.receive(sock) == {"kind": "ready", "pid": one.pids[0]}
+        operations = [Operation("barrier", count, DType.UINT8, site=f"app/a.py:{count}") for count in range(8)]
+        # The least of three, as above.
+        shares, number = [], 0
+        for _ in range(3):
+            begin, before, first = time.monotonic(), _running(one.pids[0]), number
+            while (passed := time.monotonic() - begin) < _BUSY_SECONDS:
+                for _ in range(first + int(passed * _RATE) - number):
+                    number += 1
+                    for recorder in made:
+                        recorder.write(operations[number % 8], number)
+                # Each millisecond some, as the ring holds what 80 of them bring.
+                time.sleep(1e-3)
+            shares.append((_running(one.pids[0]) - before) / passed)
+        assert number > 2.7 * _BUSY_SECONDS * _RATE, "this process did not keep up"
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            messages.receive(sock)
+    assert min(shares) <= 0.05, [f"{share:.2%}" for share in shares]

@@ -1,0 +1,148 @@
+"""Plans: operations that are checked once and submitted many times, for loops that do the same again and again.
+
+What cannot change is looked at when the plan is made: arrays, counts, element types, operator, root or peer, streams.
+What can change is looked at on each call, on the path that every operation takes: health, fork, the turn on the lane, a
+group, capture, number, record and call site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from sys import _getframe
+from types import CodeType
+from typing import Any
+
+from butter_mpi.collectives import Operation, call_site
+from butter_mpi.enums import ReduceOp
+
+__all__ = ["Plan", "Plans"]
+
+_MOST_SITES = 64
+
+
+class Plan:
+    """An operation of one communicator, ready to be submitted by calling it; made by ``Communicator.plan_...``.
+
+    It keeps its arrays, and the stream that was given, alive. Their memory must stay where it was when the plan was
+    made (no ``resize_`` of a tensor). It ends with its communicator: once that is closed or poisoned a call raises what
+    every operation raises; after a successful ``attempt_reconnect()`` the plan goes on.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Whose operation it is.
+    operation : Operation
+        The checked operation.
+    keep : object
+        What has to stay alive.
+    """
+
+    __slots__ = ("_comm", "_here", "_keep", "_operation", "_operations", "_submit")
+
+    def __init__(self, comm: Any, operation: Operation, keep: Any) -> None:
+        self._comm, self._submit = comm, comm._plane.submit
+        self._operation, self._keep = operation, keep
+        # One for each place that it is called at: the record of a submission names its place.
+        self._operations: dict[str, Operation] = {}
+        # Where it was called last, and the operation there: one value, as two threads may call it.
+        self._here: tuple[CodeType | None, int, Operation] = None, 0, operation
+
+    def __call__(self) -> None:
+        """Submit it once.
+
+        Raises
+        ------
+        ValueError
+            A stream is captured into a CUDA graph, or it is the first collective and not the declared one; nothing was
+            sent.
+        CommunicatorBrokenError, CommunicatorClosedError
+            As for the operation itself.
+        """
+        frame = _getframe(1)
+        code, at, operation = self._here
+        if frame.f_code is not code or frame.f_lasti != at:
+            operation = self._at(call_site(2))
+            self._here = frame.f_code, frame.f_lasti, operation
+        if self._comm._plan is None:
+            self._submit(operation, self._keep)
+        else:
+            self._comm._hand_over(operation, self._keep)
+
+    def _at(self, site: str) -> Operation:
+        """Return the operation that names a place."""
+        known = self._operations.get(site)
+        if known is None:
+            if len(self._operations) >= _MOST_SITES:
+                self._operations.clear()
+            known = self._operations[site] = replace(self._operation, site=site)
+        return known
+
+    def __repr__(self) -> str:
+        one = self._operation
+        facts = f"{one.dtype.label} x {one.count}"
+        facts += f", {one.op.label}" if one.op else ""
+        facts += f", root {one.root}" if one.root is not None else ""
+        facts += f", peer {one.peer}" if one.peer is not None else ""
+        return f"<Plan {one.kind} ({facts}) of {self._comm!r}>"
+
+
+def _planned(comm: Any, name: str, arguments: Sequence[Any], *, stream: Any, **options: Any) -> Plan:
+    """Return the plan of a call: the operation's own method checks it, and hands it over to here."""
+    twin: Any = object.__new__(type(comm))
+    made: list[tuple[Operation, Any]] = []
+    try:
+        twin.__dict__.update(comm.__dict__, _hand_over=lambda *checked: made.append(checked))
+        getattr(type(comm), name)(twin, *arguments, stream=stream, **options)
+    finally:
+        # Nothing is left that could be closed.
+        twin.__dict__.clear()
+    ((operation, keep),) = made
+    return Plan(comm, operation, (keep, stream))
+
+
+class Plans:
+    """What ``Communicator`` has for hot loops: the plan of each operation, with that operation's arguments."""
+
+    def plan_all_reduce(
+        self, sendbuf: Any, recvbuf: Any = None, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+    ) -> Plan:
+        """Return the plan of an ``all_reduce``, checked as that is; nothing is sent before it is called.
+
+        Parameters
+        ----------
+        sendbuf, recvbuf, op, stream
+            Of ``all_reduce``. A stream that is taken from an array, or that one names, is the one of now.
+
+        Returns
+        -------
+        Plan
+            To be called; other ranks may call a plan or the operation itself.
+        """
+        return _planned(self, "all_reduce", (sendbuf, recvbuf), op=op, stream=stream)
+
+    def plan_broadcast(self, buf: Any, root: int = 0, *, stream: Any = None) -> Plan:
+        """Return the plan of a ``broadcast``, as ``plan_all_reduce`` does."""
+        return _planned(self, "broadcast", (buf, root), stream=stream)
+
+    def plan_all_gather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None) -> Plan:
+        """Return the plan of an ``all_gather``, as ``plan_all_reduce`` does."""
+        return _planned(self, "all_gather", (sendbuf, recvbuf), stream=stream)
+
+    def plan_reduce_scatter(
+        self, sendbuf: Any, recvbuf: Any, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+    ) -> Plan:
+        """Return the plan of a ``reduce_scatter``, as ``plan_all_reduce`` does."""
+        return _planned(self, "reduce_scatter", (sendbuf, recvbuf), op=op, stream=stream)
+
+    def plan_barrier(self, *, stream: Any = None) -> Plan:
+        """Return the plan of a ``barrier``, as ``plan_all_reduce`` does."""
+        return _planned(self, "barrier", (), stream=stream)
+
+    def plan_send(self, buf: Any, peer: int, *, stream: Any = None) -> Plan:
+        """Return the plan of a ``send``, as ``plan_all_reduce`` does."""
+        return _planned(self, "send", (buf, peer), stream=stream)
+
+    def plan_recv(self, buf: Any, peer: int, *, stream: Any = None) -> Plan:
+        """Return the plan of a ``recv``, as ``plan_all_reduce`` does."""
+        return _planned(self, "recv", (buf, peer), stream=stream)
