@@ -5,13 +5,14 @@ Pure: times and readers are handed in, verdicts come back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.recorder import PAIRS, Entry, Reader
 
-__all__ = ["Late", "Pairs", "Verdict", "Waiting", "first_difference", "mismatch", "ranks_text"]
+__all__ = ["Late", "Pairs", "Verdict", "Waiting", "first_difference", "mismatch"]
 
 FIRST_WARNING = 5.0
 
@@ -70,11 +71,6 @@ class Verdict:
         }
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 1, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
     """Return what each rank submitted at the first number at which not all submitted the same, if there is one.
 
@@ -100,15 +96,12 @@ def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
 def mismatch(found: Mapping[int, Entry]) -> Verdict:
     """Return the verdict on records that differ, or come after some that did and are overwritten."""
     records = {rank: entry.text() for rank, entry in sorted(found.items())}
-    groups: dict[str, list[int]] = {}
-    for rank, text in records.items():
-        groups.setdefault(text, []).append(rank)
     first = next(iter(found.values()))
     what = f"as send and recv #{first.number}" if first.paired else f"as number {first.number}"
     same = not first.paired and len({(entry.signature, entry.elements) for entry in found.values()}) == 1
     if same:
         what = f"somewhere before number {first.number}; the records of that are overwritten"
-    lines = "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in groups.items() if not same)
+    lines = "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in by_value(records.items()).items() if not same)
     return Verdict(
         "CollectiveMismatchError",
         (),

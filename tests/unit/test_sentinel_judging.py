@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from butter_mpi.collectives import Operation, describe, signature
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.recorder import COLLECTIVES, PAIRS, Reader, Recorder
-from butter_mpi.sentinel.judging import FIRST_WARNING, Late, Pairs, Waiting, first_difference, mismatch, ranks_text
+from butter_mpi.sentinel.judging import FIRST_WARNING, Late, Pairs, Waiting, first_difference, mismatch
 
 BOUND = 60.0
 
@@ -151,18 +151,13 @@ def test_verdict_on_a_mismatch() -> None:
     )
     lines = verdict.text.splitlines()
     assert lines[1:] == [
-        "  ranks 0, 1, 3: all_reduce #2 (float32 x 8, sum) at app/train.py:2",
+        "  ranks 0-1, 3: all_reduce #2 (float32 x 8, sum) at app/train.py:2",
         "  rank 2: all_reduce #2 (float32 x 9, sum) at app/train.py:3",
     ]
     notice = json.loads(json.dumps(verdict.notice()))
     assert (
         notice["records"]["2"] == "all_reduce #2 (float32 x 9, sum) at app/train.py:3" and len(notice["records"]) == 4
     )
-
-
-def test_ranks_text() -> None:
-    """One rank and several read as people write them."""
-    assert (ranks_text([3]), ranks_text([1, 3])) == ("rank 3", "ranks 1, 3")
 
 
 # -- late ------------------------------------------------------------------------------------------------------------
