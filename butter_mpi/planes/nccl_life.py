@@ -265,7 +265,8 @@ class NcclLife(OnDevice, PeerPlane):
         self._hopeless, ending = cause, self._ending
         # Without a watcher nothing is known of the others.
         if ending is not None and not (self._sentinel and self._sentinel.lost):
-            ending.give_up(f"{self.who}: closing: {self.last or 'the start'} has not completed: {cause.message}")
+            why = cause.message.removeprefix(f"{self.who}: ")
+            ending.give_up(f"{self.who}: closing: {self.last or 'the start'} has not completed: {why}")
 
     def _destroy(self, comm: int, registered: Sequence[Any]) -> None:
         """End a healthy communicator, which waits for its work."""

@@ -16,8 +16,10 @@ from butter_mpi.sentinel.process import Process
 
 __all__ = ["Rank"]
 
-# A launcher's node daemon, and where that is a child of the launcher, this one.
-_ANCESTORS = 2
+# A launcher's node daemon; where that is a child of the launcher, this one, and the shell or script that started it and
+# outlives it.
+_ANCESTORS = 3
+_INIT = 1
 _SIGNAL = 0x7F
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 
@@ -63,9 +65,10 @@ class Rank:
                 raise
         else:
             with contextlib.suppress(OSError):
-                for _ in range(_ANCESTORS):
-                    below = self.ancestors[-1] if self.ancestors else self.process
-                    self.ancestors.append(Process(below.parent()))
+                above = self.process.parent()
+                while len(self.ancestors) < _ANCESTORS and above > _INIT:
+                    self.ancestors.append(Process(above))
+                    above = self.ancestors[-1].parent()
 
     @property
     def lives(self) -> bool:

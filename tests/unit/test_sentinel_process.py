@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,22 @@ def test_a_debuggers_stop_is_not_a_stop(start: Start) -> None:
     # To its tracer, ``Popen.kill`` takes the stop for the end.
     os.kill(child.pid, signal.SIGKILL)
     assert state == "alive"
+
+
+def test_main_thread_that_ends_alone(start: Start) -> None:
+    """A process whose other threads go on without the main one is alive, or stopped with them, until all of it ends."""
+    child, process = start(
+        f"import threading; threading.Thread(target=lambda: {WAIT}).start()\nctypes.CDLL(None).pthread_exit(None)"
+    )
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+        os.sched_yield()
+    assert process.state() == "alive"
+    child.send_signal(signal.SIGSTOP)
+    until(child, os.WSTOPPED)
+    assert process.state() == "stopped"
+    child.kill()
+    until(child, os.WEXITED)
+    assert (process.state(), process.end()) == ("dying", "was killed by SIGKILL")
 
 
 ENDINGS = [
