@@ -219,7 +219,9 @@ class Watcher:
             if rank.dead:
                 self._ended(rank)
         dead, self._dead = self._dead, []
-        self._mourn([rank for rank in dead if rank.missing])
+        # Launchers end all ranks where one has ended badly, also those that are past MPI_Finalize.
+        bad = any(rank.gone and rank.code and not rank.killed for rank in self._ranks.values())
+        self._mourn([rank for rank in dead if rank.missing and not (bad and rank.leaving and rank.killed)])
 
     def _mourn(self, missing: Sequence[Rank]) -> None:
         """Tell of deaths; also where another cause was told before: nobody can go on without a rank that is gone.

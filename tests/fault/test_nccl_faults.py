@@ -113,7 +113,7 @@ def unanswered() -> Iterator[dict[str, Job]]:
 
 
 def test_operation_that_one_rank_left_out_fails_the_job(unanswered: dict[str, Job]) -> None:
-    """An operation that never completes fails the job by name when it ends: the watcher sees what is after the close."""
+    """An operation that never completes fails the job by name when it ends: the watcher sees it after the close too."""
     result = unanswered["left out"].wait()
     assert result.rc != 0 and result.rank_out == ["closed\n"] * 2, result.text
     assert "closing: still waiting for all_reduce #1" in result.rank_err[0], result.text

@@ -430,6 +430,16 @@ def test_good_end_after_the_close_is_told_to_nobody(node: Callable[..., Node], h
     assert heard(fakes[0])["notice"]["lost"] == [2]
 
 
+def test_victims_of_a_launcher_after_a_bad_status_are_told_to_nobody(node: Callable[..., Node]) -> None:
+    """Launchers end the ranks that are past MPI_Finalize too, where one ended with a status of its own: no news."""
+    one = node(0, 1, 2, 3)
+    fakes = ranks(one)
+    said(fakes[1], "closed", "leaving", then="os._exit(5)")
+    said(fakes[2], "closed", "leaving", then="os.kill(os.getpid(), 9)")
+    fakes[3].kill()
+    assert heard(fakes[0])["notice"]["lost"] == [3]
+
+
 @pytest.mark.parametrize("how", list(ENDS_BADLY))
 def test_bad_end_after_the_close_is_told(node: Callable[..., Node], how: str) -> None:
     """A rank that closed and did not come through MPI_Finalize is a lost rank, told at once, also to who closed."""
