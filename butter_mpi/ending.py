@@ -183,9 +183,8 @@ class Ending:
         """End every rank of the job; bounded by an alarm, as MPI_Abort can itself wait in a partition."""
         _arm()
         _flush()
-        with contextlib.suppress(Exception):
-            # An aborted MPI leaves them behind.
-            unlink_mapped()
+        # An aborted MPI leaves them behind.
+        unlink_mapped()
         _arm()
         with contextlib.suppress(Exception):
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
@@ -194,8 +193,7 @@ class Ending:
 
     def end_process(self, status: int) -> NoReturn:
         """End this process at once, without MPI: from any thread. Launchers end the job when a rank fails."""
-        with contextlib.suppress(Exception):
-            unlink_mapped()
+        unlink_mapped()
         os._exit(status)
 
 

@@ -15,7 +15,7 @@ OPEN_EVERYWHERE = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0")
 
 
 def unlink_mapped(process: int | str = "self", pattern: re.Pattern[str] = SEGMENTS) -> None:
-    """Unlink those that a process has mapped; other processes keep what they have open.
+    """Unlink those that a process has mapped, as far as that can be done; other processes keep what they have open.
 
     Parameters
     ----------
@@ -24,7 +24,8 @@ def unlink_mapped(process: int | str = "self", pattern: re.Pattern[str] = SEGMEN
     pattern : re.Pattern
         Which of them.
     """
-    with contextlib.suppress(OSError), open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as maps:
+    # What cannot be done must not keep a process from its end.
+    with contextlib.suppress(Exception), open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as maps:
         for path in {line.split(None, 5)[-1].rstrip("\n") for line in maps}:
             if pattern.fullmatch(path):
                 with contextlib.suppress(OSError):

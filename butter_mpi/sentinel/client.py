@@ -1,6 +1,7 @@
 """A rank's end of the watcher: start it, join it, hear what it says, tell it what broke, leave.
 
-The listening thread never calls MPI. It hands what it hears to the plane, or keeps it until there is one.
+The listening thread calls no MPI but the question whether that is over, which any thread may ask at any time. It hands
+what it hears to the plane, or keeps it until there is one.
 """
 
 from __future__ import annotations
