@@ -71,9 +71,14 @@ def go_on(job: Job, ranks: Sequence[int]) -> None:
             job.wait_for(f"sign {count + 1} ", rank)
 
 
+def watchers(job: Job) -> list[int]:
+    """The processes of the job's watchers."""
+    return [pid for pid in processes.marked(job.id) if "sentinel/__main__.py" in processes.command_line(pid)]
+
+
 def watcher(job: Job) -> int:
-    """The process of the job's watcher."""
-    (pid,) = [pid for pid in processes.marked(job.id) if "sentinel/__main__.py" in processes.command_line(pid)]
+    """The process of the job's one watcher."""
+    (pid,) = watchers(job)
     return pid
 
 
@@ -533,9 +538,13 @@ if RANK == 0:
 
 
 def test_rank_that_dies_after_its_close() -> None:
-    """It is told at once, disturbs nobody that has closed and computes on, and keeps nobody in MPI_Finalize later."""
+    """It is told at once, disturbs nobody that has closed and computes on, and keeps nobody in MPI_Finalize later.
+
+    However many communicators a program has closed, one watcher stays.
+    """
     program = """
-comm = start(); comm.barrier(); comm.close()
+for _ in range(3):
+    comm = start(); comm.barrier(); comm.close()
 say("closed .")
 if RANK == 0:
     signal.sigwait([signal.SIGUSR1])
@@ -547,6 +556,10 @@ else:
     with start_job(2, block + HEAD + program, **RECOVERY, timeout=30) as job:
         for rank in range(2):
             job.wait_for("closed .", rank)
+        end = time.monotonic() + _WITHIN
+        while len(watchers(job)) > 1 and time.monotonic() < end:
+            os.sched_yield()
+        assert watcher(job)
         at = job.signal(1, signal.SIGKILL)
         job.wait_for("was killed by SIGKILL after closing its communicator", 0)
         told = time.monotonic() - at
