@@ -354,15 +354,17 @@ class Watcher:
         waiting = self._waiting
         for rank in self._ranks.values():
             rank.missed = rank.missed + passed if waiting and rank.gone and (rank.death or not rank.leaving) else 0.0
-        lost = [rank for rank in self._ranks.values() if rank.missed >= _FINALIZE_GRACE]
-        self._mourn([rank for rank in lost if rank.death is None])
-        if not lost and not any(self._frozen(rank) for rank in self._living):
-            return
+        dead = [rank for rank in self._ranks.values() if rank.missed >= _FINALIZE_GRACE]
+        self._mourn([rank for rank in dead if rank.death is None])
+        lost = [rank.number for rank in [*dead, *filter(self._frozen, self._living)]]
         fresh = [rank.number for rank in waiting if not rank.freed]
-        if fresh:
-            text = f"{ranks_text(fresh)} cannot come out of MPI_Finalize any more: ended here, by SIGALRM or SIGKILL"
-            self._cry(f"butter_mpi: the watcher: {text}\n", None)
-        for rank in waiting:
+        if lost and fresh:
+            self._cry(
+                f"butter_mpi: the watcher: {ranks_text(fresh)} cannot come out of MPI_Finalize any more, as "
+                f"{ranks_text(lost)} will not come there: ended here, by SIGALRM or SIGKILL\n",
+                None,
+            )
+        for rank in waiting if lost else []:
             unlink_mapped(rank.pid)
             rank.finish()
 

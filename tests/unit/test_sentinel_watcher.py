@@ -495,7 +495,7 @@ def test_ranks_in_finalize_are_ended_with_the_verdict(node: Callable[..., Node],
     err = "".join(fake.communicate()[1] for fake in fakes.values())
     verdict, ended = err.splitlines()
     assert "rank 1/8 on n01" in verdict and text in verdict, err
-    assert "ranks 0, 2 cannot come out of MPI_Finalize any more" in ended, err
+    assert "ranks 0, 2 cannot come out of MPI_Finalize any more, as rank 1 will not" in ended, err
 
 
 def test_stopped_after_its_close_while_nobody_waits(node: Callable[..., Node]) -> None:
