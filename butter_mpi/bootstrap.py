@@ -312,6 +312,9 @@ class _Start:
                 sentinel.wait_for_word(_WORD_SECONDS)
             elif not isinstance(error, (ButterError, Overdue)):
                 sentinel.tell_of(f"{self._who}: start: ended by {text_of(error)}")
+            elif isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, ButterError):
+                # Not ours: nobody expects it, and it may be caught nowhere.
+                say(text_of(error))
         finally:
             sentinel.close()
 

@@ -419,9 +419,9 @@ class Sentinel:
             messages.send(self._socket, "broken", notice=dict(notice), epoch=self._epoch)
 
     def tell_of(self, text: str, *, lost: bool = True) -> None:
-        """Tell people, and every other rank, that this one failed in the start, where no communicator says so.
+        """Tell every other rank that this one failed in the start, where no communicator says so.
 
-        `lost`: it does not come to the end of the start with the others, whom nobody else tells.
+        Without `lost`: for the verdict file only, as it has told them itself, and ends the start with them.
         """
         self.tell(Verdict("PeerLostError" if lost else _FAILED, (self._rank,), text, phase="start").notice())
 

@@ -40,6 +40,8 @@ _LONGEST_PASSED = 0.5
 _FROZEN = 4.0
 _SHOWN = 8
 _OWN_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGCHLD}
+# What ranks find themselves and raise on every one of them: a program may expect it.
+_RAISED_BY_ALL = ("CollectiveMismatchError", "StartError")
 # What a rank that closes has submitted is in its recorder by then; it may be read before.
 _LEFT_GRACE = 0.2
 # MPI_Finalize of a rank that lives may come to its end all the same.
@@ -275,8 +277,7 @@ class Watcher:
         told = {} if said_by is None else {"by": said_by.number, "here": False}
         self._notices[epoch] = notice = {**verdict.notice(), **told}
         source = "the watcher" if said_by is None else f"told by rank {said_by.number}"
-        # A mismatch that ranks find themselves is raised on every one of them, and a program may expect it.
-        if said_by is None or verdict.error != "CollectiveMismatchError":
+        if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {source}: {verdict.text}\n", said_by)
         for rank in self._ranks.values():
             if rank is not said_by and rank.lives:

@@ -63,7 +63,7 @@ SCENES = {
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_one_rank_fails_and_all_know(scene: str, tmp_path: Path) -> None:
-    """What fails on one rank of three is told to all at once, and to people; a second start works."""
+    """What fails on one rank of three is told to all at once, and is in the verdict file; a second start works."""
     faults, phase, text = SCENES[scene]
     file = tmp_path / "verdict.jsonl"
     result = run_job(3, HEAD + FAILS + AGAIN, env={**env(faults), "BUTTER_MPI_VERDICT_FILE": str(file)})
@@ -73,7 +73,6 @@ def test_one_rank_fails_and_all_know(scene: str, tmp_path: Path) -> None:
         (line,) = file.read_text().splitlines()
         verdict = json.loads(line)["verdict"]
         assert (verdict["lost"], verdict["phase"]) == ([int(guilty)], "start") and text in verdict["text"], verdict
-        assert f"butter_mpi: told by rank {guilty}: rank {guilty}/3" in "".join(result.rank_err), result.text
     for rank, out in enumerate(result.rank_out):
         who = "rank 0/3: start: no unique ID" if scene == "unique ID" else f"rank {rank}/3"
         assert out.startswith(f"StartError [{phase}] {who}") and text in out, result.text
