@@ -302,7 +302,7 @@ class _Start:
             raise
 
     def _leave(self, sentinel: Sentinel, error: BaseException) -> None:
-        """Leave the watcher of a start that failed; what other ranks cannot know is told, so that they do not wait.
+        """Close to the watcher of a start that failed; what other ranks cannot know is told, so that they do not wait.
 
         Our own errors are the same on every rank, or were told over MPI, or come of a deadline that each rank has.
         """
@@ -312,8 +312,11 @@ class _Start:
                 sentinel.wait_for_word(_WORD_SECONDS)
             elif not isinstance(error, (ButterError, Overdue)):
                 sentinel.tell_of(f"{self._who}: start: ended by {text_of(error)}")
+            elif isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, ButterError):
+                # Not ours: nobody expects it, and it may be caught nowhere.
+                say(text_of(error))
         finally:
-            sentinel.leave()
+            sentinel.close()
 
     def _connect_watched(self, record: dict[str, Any], control: Control, sentinel: Sentinel | None) -> Communicator:
         look = sentinel.look_at_start if sentinel else lambda: None
@@ -354,8 +357,9 @@ class _Start:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
         offer = Offer(settings.watch, settings.collective_deadline, settings.verdict_file or "")
-        every = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers")
-        if any(json.loads(one)["watch"] == "off" for one in every):
+        said = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers")
+        every = [json.loads(one) for one in said]
+        if any(one["watch"] == "off" for one in every):
             # Where they differ, preflight says so.
             offer.close()
             return None

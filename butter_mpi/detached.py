@@ -52,6 +52,10 @@ class Detached:
         """Whether the job has to wait for it still."""
         return bool(self.unfinished) and not self._patience.tick()
 
+    def give_up(self, unfinished: str) -> None:
+        """Take it never to return, with what that means."""
+        self.unfinished, self._patience = unfinished, Watch(0.0)
+
     def wait(self) -> None:
         """Wait without a bound until the call has returned or raised."""
         self._done.wait()

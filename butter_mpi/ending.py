@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import sys
 import time
@@ -24,6 +23,8 @@ from butter_mpi.control import retire_all, unfinished
 from butter_mpi.detached import wait_for_all
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes.base import Plane
+from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
+from butter_mpi.sentinel import client
 
 __all__ = ["ENDING", "Ending", "say"]
 
@@ -32,8 +33,6 @@ _LANE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.25
 _DETACHED_SECONDS = 2.0
 _STATUS = 1
-_OPEN_EVERYWHERE = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0")
-_SEGMENTS = re.compile(r"/dev/shm/(mpich_shm_|sm_segment\.|vader_segment\.).*")
 
 
 class Ending:
@@ -104,7 +103,7 @@ class Ending:
         MPICH's first one is open on every rank; a process without peers has its segments for itself, and Open MPI
         leaves them also where all goes well.
         """
-        _unlink_mapped(_SEGMENTS if self._mpi.COMM_WORLD.size == 1 else _OPEN_EVERYWHERE)
+        unlink_mapped(pattern=SEGMENTS if self._mpi.COMM_WORLD.size == 1 else OPEN_EVERYWHERE)
 
     def alone(self) -> None:
         """Remember that this rank failed in a way that the others cannot know of."""
@@ -115,6 +114,7 @@ class Ending:
         if self.forked:
             self._leave_child()
         if self._mpi.Is_finalized():
+            client.finalized()
             return
         unsafe = True
         try:
@@ -129,9 +129,12 @@ class Ending:
             time.sleep(_LAST_WORDS_SECONDS)
             self.abort_job(self._status or _STATUS)
         retire_all()
+        client.finalizing(self._mpi.Is_finalized)
 
     def _under_way(self) -> Iterator[str]:
         """Yield what has not come to its end, and never will."""
+        for text in client.deaths():
+            yield f"leaving: MPI would wait for a rank that is lost: {text}"
         if unfinished():
             yield "leaving: MPI would wait for data of an operation that broke"
         # Communicators that are being closed, and use the device.
@@ -180,9 +183,8 @@ class Ending:
         """End every rank of the job; bounded by an alarm, as MPI_Abort can itself wait in a partition."""
         _arm()
         _flush()
-        with contextlib.suppress(Exception):
-            # An aborted MPI leaves them behind.
-            _unlink_mapped(_SEGMENTS)
+        # An aborted MPI leaves them behind.
+        unlink_mapped()
         _arm()
         with contextlib.suppress(Exception):
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
@@ -191,8 +193,7 @@ class Ending:
 
     def end_process(self, status: int) -> NoReturn:
         """End this process at once, without MPI: from any thread. Launchers end the job when a rank fails."""
-        with contextlib.suppress(Exception):
-            _unlink_mapped(_SEGMENTS)
+        unlink_mapped()
         os._exit(status)
 
 
@@ -223,15 +224,6 @@ def _uncaught() -> BaseException | None:
         return None
     files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
     return None if files & {"<input>", "<console>"} else error
-
-
-def _unlink_mapped(pattern: re.Pattern[str]) -> None:
-    """Unlink the shared-memory files that this process has mapped; other processes keep what they have open."""
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for path in {line.split(None, 5)[-1].rstrip("\n") for line in maps}:
-            if pattern.fullmatch(path):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
 
 
 def say(line: str) -> None:

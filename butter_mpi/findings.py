@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Finding", "PreflightReport", "grouped", "quoted", "ranks_text", "stand_in"]
+__all__ = ["Finding", "PreflightReport", "by_value", "grouped", "quoted", "ranks_text", "stand_in"]
 
 _LONGEST_VALUE = 120
 _MOST_GROUPS = 8
@@ -110,6 +109,9 @@ def _lines(finding: Finding) -> list[str]:
 
 def stand_in(value: str) -> str:
     """Return what is shown and sent instead of a value that may be a secret: equal values give equal stand-ins."""
+    # The watcher reads this file, has no use for this, and shall stay small.
+    import hashlib
+
     digest = hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()
     return f"<hidden: sha256 {digest[:12]}, {len(value)} characters>"
 
@@ -135,11 +137,17 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{'rank' if sum(map(len, runs)) == 1 else 'ranks'} {', '.join(words)}"
 
 
-def grouped(said: Sequence[tuple[int, str]]) -> str:
-    """Return what each rank said, grouped by text, in the order of the lowest rank of each group."""
+def by_value(said: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """Return the ranks that said each text, in the order of the lowest rank of each."""
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(said):
         groups.setdefault(text, []).append(rank)
+    return groups
+
+
+def grouped(said: Sequence[tuple[int, str]]) -> str:
+    """Return what each rank said, grouped by text, in the order of the lowest rank of each group."""
+    groups = by_value(said)
     parts = [f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items()]
     if len(parts) > _MOST_GROUPS:
         rest = [rank for ranks in list(groups.values())[_MOST_GROUPS:] for rank in ranks]

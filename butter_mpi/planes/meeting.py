@@ -8,7 +8,7 @@ from typing import Any
 from butter_mpi.collectives import describe
 from butter_mpi.control import Control, Watch
 from butter_mpi.errors import CollectiveMismatchError
-from butter_mpi.findings import ranks_text
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.planes.waiting import Waiting
 
 __all__ = ["Meeting"]
@@ -115,7 +115,7 @@ class Meeting:
             record = self._record_of(other, own)
             records[other] = describe(record) if record else "nothing yet"
         remedy = _SAME_WAY if _meets({**own, "way": None}, {**theirs, "way": None}) else _SAME
-        lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in _by_value(records))
+        lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in by_value(records.items()).items())
         return CollectiveMismatchError(
             f"{waiting.text(own)}: rank {peer} submitted {records[peer]}. {remedy}\n{lines}",
             records=records,
@@ -128,10 +128,3 @@ class Meeting:
         if inbox:
             return inbox[0]
         return seen if seen is not None and seen["n"] == own["n"] else None
-
-
-def _by_value(records: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    values: dict[str, list[int]] = {}
-    for rank in sorted(records):
-        values.setdefault(records[rank], []).append(rank)
-    return list(values.items())

@@ -90,6 +90,8 @@ class NcclLife(OnDevice, PeerPlane):
         self._close_seconds = 0.0
         self._inside = Inside()
         self._stopping: list[Detached] = []
+        self._ending: Detached | None = None
+        self._hopeless: CommunicatorBrokenError | None = None
 
     def _open(self) -> None:
         """Take the device, and make what every operation needs."""
@@ -152,6 +154,10 @@ class NcclLife(OnDevice, PeerPlane):
         if not told:
             notice = {"error": "StartError", "text": text, "lost": [], "phase": phase}
             self._control.send(self._control.peers, "broken", notice)
+            # What ends this rank, and not the start alone, is told by whoever made this; so is a reconnect that failed.
+            start_alone = isinstance(error, Exception) and not watched and self.health.cause is None
+            if self._sentinel is not None and start_alone:
+                self._sentinel.tell_of(text, lost=False)
         if isinstance(error, StartError) and watched:
             return error
         return StartError(text, phase=phase, elapsed=elapsed)
@@ -257,6 +263,10 @@ class NcclLife(OnDevice, PeerPlane):
         stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"
         registered = list(self._handles.values())
         ending = None if comm is None else Detached(lambda: self._destroy(comm, registered), stuck, self.deadline)
+        self._ending = ending
+        if self._hopeless is not None:
+            # It was heard of since this began.
+            self._give_up(self._hopeless)
         try:
             Detached(lambda: self._clean_up(ending)).result(Watch(self._close_seconds), "closing")
         except Overdue:
@@ -265,6 +275,14 @@ class NcclLife(OnDevice, PeerPlane):
                 _LOG.warning("%s: closing: still waiting for %s", self.who, self.last or "what is under way")
         except (NCCLError, CUDAError) as error:
             _LOG.warning("%s: closing: %s", self.who, error)
+
+    def _give_up(self, cause: CommunicatorBrokenError) -> None:
+        """Fail the job at its end for what is under way then, as it will not come to its end any more."""
+        self._hopeless, ending = cause, self._ending
+        # Without a watcher nothing is known of the others.
+        if ending is not None and not (self._sentinel and self._sentinel.lost):
+            why = cause.message.removeprefix(f"{self.who}: ")
+            ending.give_up(f"{self.who}: closing: {self.last or 'the start'} has not completed: {why}")
 
     def _destroy(self, comm: int, registered: Sequence[Any]) -> None:
         """End a healthy communicator, which waits for its work."""

@@ -99,7 +99,9 @@ class PeerPlane(Plane):
         here = {} if notice["error"] == "CollectiveMismatchError" else here
         facts = {"phase": "idle", **{name: value for name, value in notice.items() if value or name == "lost"}, **here}
         cause = error_from(self.who, notice.get("by", -1), facts)
-        if not self.health.closed and self.health.poison(cause):
+        if self.health.closed:
+            self._give_up(cause)
+        elif self.health.poison(cause):
             self._untold = True
             self._stop_from_outside()
             self._on_verdict(self)
@@ -124,6 +126,9 @@ class PeerPlane(Plane):
 
     def _stop_from_outside(self) -> None:
         """Stop what is under way, while another thread may be in a call on it."""
+
+    def _give_up(self, cause: CommunicatorBrokenError) -> None:
+        """Hope no more for what is under way after the close."""
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +247,7 @@ class PeerPlane(Plane):
         }
         self._retire("left", {peer: {"why": why, "n": self.sequence, **came[peer]} for peer in came})
         if self._sentinel is not None:
-            self._sentinel.leave()
+            self._sentinel.close()
 
     def _left_out(self, record: dict[str, Any], peer: int | None) -> list[int]:
         """Return the peers that have left for good without having come to an operation."""

@@ -415,12 +415,23 @@ class Submitting(ABC):
                 if cause is not None:
                     self._announce(cause)
                     self._stop()
-                self._release()
+                self._release_or_tell()
             if cause is not None:
                 self._on_poison(self)
         finally:
             self._void()
             LANE.give()
+
+    def _release_or_tell(self) -> None:
+        try:
+            self._release()
+        except BaseException as error:
+            # Others may wait for what was not done.
+            cause = self._interrupted(control_signature("close", self.sequence, call_site()), error)
+            self.health.poison(cause)
+            self._announce(cause)
+            self._on_poison(self)
+            raise
 
     @abstractmethod
     def _void(self) -> None:

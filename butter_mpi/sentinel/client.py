@@ -1,6 +1,7 @@
 """A rank's end of the watcher: start it, join it, hear what it says, tell it what broke, leave.
 
-The listening thread never calls MPI. It hands what it hears to the plane, or keeps it until there is one.
+The listening thread calls no MPI but the question whether that is over, which any thread may ask at any time. It hands
+what it hears to the plane, or keeps it until there is one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.needs import STARTED_BY, command, needs, why
 from butter_mpi.sentinel.process import Process
 
-__all__ = ["WATCHED", "Offer", "Sentinel", "node_key"]
+__all__ = ["WATCHED", "Offer", "Sentinel", "deaths", "finalized", "finalizing", "node_key"]
 
 _LOG = logging.getLogger("butter_mpi")
 WATCHED = "watched start"
 """Phase of a start that the watcher's verdict ended."""
+_FAILED = "StartError"
 _STALE = 4.0
 _STARVED = 30.0
 _LISTEN_SECONDS = 0.5
@@ -53,9 +55,40 @@ def node_key() -> str:
 _OPEN: weakref.WeakSet[Sentinel] = weakref.WeakSet()
 
 
+_LAST: list[Sentinel] = []
+"""The one that stays after its close, as MPI_Finalize waits for every rank: of those of the most ranks the newest.
+
+Ranks start communicators in one order, so that all of them stay with the same watcher.
+"""
+
+
 def _forget_all() -> None:
+    _LAST.clear()
     for one in list(_OPEN):
         one.forget()
+
+
+def deaths() -> list[str]:
+    """Return what the watcher has said of ranks that have died, also since this one has closed."""
+    return [text for one in _LAST for text in list(one.gone.values())]
+
+
+def finalizing(over: Callable[[], bool]) -> None:
+    """Tell the watcher that this rank comes to MPI_Finalize now, where it cannot hear of a rank that is lost.
+
+    Parameters
+    ----------
+    over : callable
+        Whether that has come to its end, in a process that lives on.
+    """
+    for one in _LAST:
+        one.finalizing(over)
+
+
+def finalized() -> None:
+    """Say goodbye: this process needs no other rank any more."""
+    for one in _LAST[:]:
+        one.leave()
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -160,8 +193,8 @@ class Sentinel:
     ----------
     offer : Offer
         This rank's own.
-    offers : list of bytes
-        Every rank's payload, in rank order.
+    offers : sequence of mapping
+        Every rank's, in rank order, as ``Offer.payload`` packs it.
     rank : int
         This rank.
     who : str
@@ -182,7 +215,7 @@ class Sentinel:
     def __init__(
         self,
         offer: Offer,
-        offers: list[bytes],
+        offers: Sequence[Mapping[str, Any]],
         rank: int,
         *,
         who: str,
@@ -197,25 +230,27 @@ class Sentinel:
         self._on_notice: Callable[[Mapping[str, Any]], None] | None = None
         self._ready = threading.Event()
         self._lock = threading.RLock()
-        self._left = False
+        self._closed = self._left = False
+        self._over: Callable[[], bool] = lambda: False
         self._watcher = 0
         self._starter: subprocess.Popen[bytes] | None = None
         self.gone: dict[int, str] = {}
         self.lost = False
-        said = [json.loads(one) for one in offers]
-        failed = [(number, one["failure"]) for number, one in enumerate(said) if one["failure"]]
-        leaders = _leaders(said)
-        failed = failed or [(number, said[number]["unable"]) for number in leaders.values() if said[number]["unable"]]
+        failed = [(number, one["failure"]) for number, one in enumerate(offers) if one["failure"]]
+        leaders = _leaders(offers)
+        failed = failed or [
+            (number, offers[number]["unable"]) for number in leaders.values() if offers[number]["unable"]
+        ]
         if failed:
             offer.close()
             reasons = "; ".join(f"rank {number}: {why}" for number, why in failed)
             raise StartError(f"{who}: start: no watcher can be set up ({reasons}); {_OFF}", phase="watcher")
-        here = {number: one["pid"] for number, one in enumerate(said) if one["node"] == said[rank]["node"]}
-        leader = leaders[said[rank]["node"]]
+        here = {number: one["pid"] for number, one in enumerate(offers) if one["node"] == offers[rank]["node"]}
+        leader = leaders[offers[rank]["node"]]
         try:
             if leader == rank:
                 self._start(offer, here, len(offers), start_deadline, frozen, file)
-            self._join(said[leader]["secret"], offer.recorder)
+            self._join(offers[leader]["secret"], offer.recorder)
         except OSError as error:
             offer.close()
             raise StartError(
@@ -227,10 +262,20 @@ class Sentinel:
         self._said: int | None = offer.said
         if leader != rank:
             os.close(offer.said)
-            self._said = _said_by(said[leader])
+            self._said = _said_by(offers[leader])
         _OPEN.add(self)
+        self._size = len(offers)
+        self._stay_last()
         self._thread = threading.Thread(target=self._listen, name="butter_mpi sentinel", daemon=True)
         self._thread.start()
+
+    def _stay_last(self) -> None:
+        """Take over, if it is this one that shall stay after its close."""
+        before = _LAST[0] if _LAST else None
+        if before is None or self._size >= before._size:
+            _LAST[:] = [self]
+            if before is not None and before._closed:
+                before.leave()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -298,7 +343,9 @@ class Sentinel:
             A rank is lost, or has failed.
         """
         notice = self._notices.get(self._epoch)
-        texts = [*([notice["text"]] if notice is not None else []), *self.gone.values()]
+        # What a rank that failed says of itself comes over MPI too, and it waits there with the others.
+        told = notice is not None and notice["error"] != _FAILED
+        texts = [*([notice["text"]] if notice and told else []), *self.gone.values()]
         if texts:
             remedy = f"; {_OFF}" if self.lost else ""
             raise StartError(f"{self._who}: start: {texts[0]}{remedy}", phase=WATCHED)
@@ -354,6 +401,9 @@ class Sentinel:
                         self._lose_watcher(f"has ended ({self._last_words()})")
                     return
                 self._hear(message)
+            if self._over():
+                self.leave()
+                return
             if self.recorder.beat() != beat:
                 beat, stale = self.recorder.beat(), Watch(_STALE)
             elif stale.tick() and self._watcher and (self._watcher_stopped() or stale.elapsed >= _STARVED):
@@ -408,9 +458,12 @@ class Sentinel:
         if not self._left:
             messages.send(self._socket, "broken", notice=dict(notice), epoch=self._epoch)
 
-    def tell_of(self, text: str) -> None:
-        """Tell every other rank that this one failed in the start, where no communicator says so."""
-        self.tell(Verdict("PeerLostError", (self._rank,), text, phase="start").notice())
+    def tell_of(self, text: str, *, lost: bool = True) -> None:
+        """Tell every other rank that this one failed in the start, where no communicator says so.
+
+        Without `lost`: for the verdict file only, as it has told them itself, and ends the start with them.
+        """
+        self.tell(Verdict("PeerLostError" if lost else _FAILED, (self._rank,), text, phase="start").notice())
 
     def resume(self, sequence: int, pairs: int) -> None:
         """Go on after a failure that all ranks survived, from the numbers that they agreed on."""
@@ -419,15 +472,30 @@ class Sentinel:
         self.recorder.begin_at(sequence)
         messages.send(self._socket, "resume", sequence=sequence, pairs=pairs, epoch=self._epoch)
 
+    def close(self) -> None:
+        """Say that nothing more is submitted; where another watcher sees to the end of this process, that is all."""
+        if not self._closed:
+            self._closed = True
+            self._reap()
+            messages.send(self._socket, "closed")
+            if self not in _LAST:
+                self.leave()
+
+    def finalizing(self, over: Callable[[], bool]) -> None:
+        """Say that this process comes to MPI_Finalize, and goodbye as soon as that is `over` and the process lives."""
+        messages.send(self._socket, "leaving")
+        self._over = over
+
     def leave(self) -> None:
         """Say goodbye: the end of this process is no fault any more."""
         if not self._left:
             self._left = True
+            if self in _LAST:
+                _LAST.remove(self)
             messages.send(self._socket, "bye")
             # Wakes the listening thread.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            self._reap()
             if threading.current_thread() is not self._thread:
                 self._thread.join(_LISTEN_SECONDS)
             self._socket.close()

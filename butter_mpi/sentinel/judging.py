@@ -5,10 +5,11 @@ Pure: times and readers are handed in, verdicts come back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.recorder import PAIRS, Entry, Reader
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "first_difference",
     "left_out_exchange",
     "mismatch",
-    "ranks_text",
     "told_by",
 ]
 
@@ -80,11 +80,6 @@ class Verdict:
         }
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 1, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def told_by(rank: int, text: str) -> str:
     """Return what a rank told of its failure, with its name once: such texts begin with it."""
     return f"told by {text}" if text.startswith(f"rank {rank}/") else f"told by rank {rank}: {text}"
@@ -135,15 +130,12 @@ def left_out_exchange(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
 def mismatch(found: Mapping[int, Entry]) -> Verdict:
     """Return the verdict on records that differ, or come after some that did and are overwritten."""
     records = {rank: entry.text() for rank, entry in sorted(found.items())}
-    groups: dict[str, list[int]] = {}
-    for rank, text in records.items():
-        groups.setdefault(text, []).append(rank)
     first = next(iter(found.values()))
     what = f"as send and recv #{first.number}" if first.paired else f"as number {first.number}"
     same = not first.paired and len({(entry.signature, entry.elements) for entry in found.values()}) == 1
     if same:
         what = f"somewhere before number {first.number}; the records of that are overwritten"
-    lines = "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in groups.items() if not same)
+    lines = "".join(f"\n  {ranks_text(ranks)}: {text}" for text, ranks in by_value(records.items()).items() if not same)
     return Verdict(
         "CollectiveMismatchError",
         (),

@@ -21,6 +21,8 @@ FIELDS: dict[str, dict[str, type]] = {
     # from a rank
     "hello": {"rank": int, "secret": str},
     "judge": {},
+    "closed": {},
+    "leaving": {},
     "bye": {},
     "broken": {"notice": dict, "epoch": int},
     "resume": {"sequence": int, "pairs": int, "epoch": int},

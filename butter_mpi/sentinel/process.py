@@ -13,8 +13,11 @@ from butter_mpi.descriptors import beyond_standard
 
 __all__ = ["Process"]
 
-# PF_EXITING, PF_DUMPCORE, PF_SIGNALED: a large process or a core dump takes long to go, the flags come at once.
-_DYING = 0x604
+# A large process or a core dump takes long to go, the flags come at once. PF_DUMPCORE and PF_SIGNALED say that all of
+# it goes; PF_EXITING can be of one thread that ends.
+_KILLED = 0x600
+_DYING = _KILLED | 0x4
+_ENDED = (b"Z", b"X")
 _STATE, _PARENT, _FLAGS, _USER_TIME, _SYSTEM_TIME, _EXIT_CODE = 0, 1, 6, 11, 12, 49
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _INFO_BYTES = 0xC040FF0B, 1 << 3, 64
 
@@ -41,23 +44,36 @@ class Process:
 
     def _fields(self) -> list[bytes]:
         try:
-            return os.pread(self._stat, 4096, 0).rpartition(b") ")[2].split()
+            return _split(os.pread(self._stat, 4096, 0))
         except OSError:
             return []
 
     def state(self) -> str:
         """Return ``"gone"``, ``"dying"``, ``"stopped"`` (by a signal, not by a debugger) or ``"alive"``."""
+        return self.look()[0]
+
+    def look(self) -> tuple[str, int]:
+        """Return its state, and the processor time that it has had, in clock ticks."""
         fields = self._fields()
         if not fields:
-            return "gone"
-        if int(fields[_FLAGS]) & _DYING or fields[_STATE] in (b"Z", b"X"):
-            return "dying"
-        return "stopped" if fields[_STATE] == b"T" else "alive"
+            return "gone", 0
+        state: bytes | None = fields[_STATE]
+        if _ends(fields):
+            # Where its main thread alone has ended, the others go on, and the process with them.
+            state = None if int(fields[_FLAGS]) & _KILLED else self._other_thread()
+        used = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])
+        return "dying" if state is None else "stopped" if state == b"T" else "alive", used
 
-    def cpu(self) -> int:
-        """Return the processor time that it has had, in clock ticks."""
-        fields = self._fields()
-        return int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME]) if fields else 0
+    def _other_thread(self) -> bytes | None:
+        """Return the state of a thread that lives, beside the main one; ``None``: there is none."""
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{self.pid}/task"):
+                with contextlib.suppress(OSError), open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
+                    fields = _split(file.read())
+                    # While this process is there, its number has not been given away.
+                    if not _ends(fields) and self._fields():
+                        return fields[_STATE]
+        return None
 
     def parent(self) -> int:
         """Return the number of the process that started it.
@@ -74,16 +90,16 @@ class Process:
 
     def end(self) -> str:
         """Return how it ended, as far as that can be known."""
-        code = self._code()
+        code = self.code()
         if code is None:
             return "ended"
         if code & 0x7F:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(code & 0x7F).name}"
             return f"was killed by signal {code & 0x7F}"
-        return f"ended with exit status {code >> 8} without closing its communicator"
+        return f"ended with exit status {code >> 8}"
 
-    def _code(self) -> int | None:
+    def code(self) -> int | None:
         """Return the wait status: of the zombie or dying process, else asked of its pidfd (Linux 6.15 and newer)."""
         fields = self._fields()
         if len(fields) > _EXIT_CODE and int(fields[_FLAGS]) & _DYING:
@@ -101,3 +117,13 @@ class Process:
         """Give the handles back."""
         os.close(self.pidfd)
         os.close(self._stat)
+
+
+def _split(stat: bytes) -> list[bytes]:
+    """Return the fields after the name, which can have any characters."""
+    return stat.rpartition(b") ")[2].split()
+
+
+def _ends(fields: list[bytes]) -> bool:
+    """Whether a thread has ended, or is about to."""
+    return bool(int(fields[_FLAGS]) & _DYING) or fields[_STATE] in _ENDED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import socket
 from collections import deque
 from typing import Any
@@ -15,8 +16,12 @@ from butter_mpi.sentinel.process import Process
 
 __all__ = ["Rank"]
 
-# A launcher's node daemon, and where that is a child of the launcher, this one.
-_ANCESTORS = 2
+# A launcher's node daemon; where that is a child of the launcher, this one, and the shell or script that started it and
+# outlives it.
+_ANCESTORS = 3
+_INIT = 1
+_SIGNAL = 0x7F
+_OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class Rank:
@@ -41,10 +46,15 @@ class Rank:
         self.ancestors: list[Process] = []
         self.sock: socket.socket | None = None
         self.reader: Reader | None = None
-        self.judged = self.left = self.gone = False
+        # ``judged``: what it submits is compared. ``closed``: it submits no more. ``leaving``: it is in MPI_Finalize.
+        # ``left``: it has said goodbye. ``gone``: its process has ended. ``freed``: the watcher has ended it.
+        self.judged = self.closed = self.leaving = self.left = self.gone = self.freed = False
         self.death: Verdict | None = None
+        # Seconds that another one has waited for it in MPI_Finalize since it was gone.
+        self.missed = 0.0
         self.stopped: float | None = None
         self.epoch = 0
+        self.ran = False
         self._cpu = 0
         self._unsent: deque[tuple[str, dict[str, Any]]] = deque()
         try:
@@ -55,9 +65,10 @@ class Rank:
                 raise
         else:
             with contextlib.suppress(OSError):
-                for _ in range(_ANCESTORS):
-                    below = self.ancestors[-1] if self.ancestors else self.process
-                    self.ancestors.append(Process(below.parent()))
+                above = self.process.parent()
+                while len(self.ancestors) < _ANCESTORS and above > _INIT:
+                    self.ancestors.append(Process(above))
+                    above = self.ancestors[-1].parent()
 
     @property
     def lives(self) -> bool:
@@ -69,22 +80,58 @@ class Rank:
         """Whether it has come."""
         return self.reader is not None
 
-    def state(self) -> str:
-        """Return the state of its process."""
-        return "gone" if self.process is None else self.process.state()
+    @property
+    def dead(self) -> bool:
+        """Whether its process has ended, or is about to."""
+        return self.process is None or self.process.state() in ("gone", "dying")
+
+    def look(self) -> str:
+        """Return the state of its process, and note whether that has had a processor since the last look."""
+        state, cpu = ("gone", 0) if self.process is None else self.process.look()
+        self.ran, self._cpu = cpu != self._cpu, cpu
+        return state
+
+    @property
+    def code(self) -> int | None:
+        """How its process ended, as ``wait`` says it, if that can be known."""
+        return None if self.process is None else self.process.code()
+
+    @property
+    def missing(self) -> bool:
+        """Whether its end, which has come, leaves others waiting: it had not closed, or did not come to MPI_Finalize.
+
+        What the status of a process means that came there cannot be known, but a signal was not its own will.
+        """
+        code = self.code
+        if self.leaving:
+            return bool(code and code & _SIGNAL)
+        return not self.closed or code != 0
+
+    @property
+    def killed(self) -> bool:
+        """Whether it ended by a signal that launchers send."""
+        return self.code is not None and self.code & _SIGNAL in _OF_LAUNCHERS
 
     def end(self) -> str:
         """Return how its process ended."""
-        return "ended" if self.process is None else self.process.end()
+        how, code = ("ended", None) if self.process is None else (self.process.end(), self.code)
+        if self.leaving:
+            return f"{how} in MPI_Finalize or after it"
+        if self.closed:
+            return f"{how} after closing its communicator, without MPI_Finalize"
+        return how if code is None or code & _SIGNAL else f"{how} without closing its communicator"
+
+    def finish(self) -> None:
+        """End its process: at first by a signal that says that nobody else did, then by one that nothing withstands."""
+        if self.process is not None:
+            number = signal.SIGKILL if self.freed else signal.SIGALRM
+            self.freed = True
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self.process.pidfd, number)
 
     def join(self, sock: socket.socket, reader: Reader) -> None:
         """Let it in."""
         self.sock, self.reader = sock, reader
-
-    def ran(self) -> bool:
-        """Return whether it has had a processor since this was last asked."""
-        before, self._cpu = self._cpu, 0 if self.process is None else self.process.cpu()
-        return self._cpu != before
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send it a message, if it has come; one for which it has no room now is sent later."""

@@ -3,7 +3,7 @@
 It sees a death by the process handle (a socket's end is no sign: a forked child may hold it) or by the process flags;
 a stopped rank by its process state; what ranks submitted in their recorders. What it finds goes to the standard error
 of a rank that lives, since launchers end the others within milliseconds, then to every rank, then to the verdict file.
-It ends with its last rank.
+Ranks that wait in MPI_Finalize for one that is lost hear nothing there, and are ended. It ends with its last rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from butter_mpi.findings import ranks_text
 from butter_mpi.recorder import Entry, Reader
+from butter_mpi.segments import unlink_mapped
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.judging import (
@@ -46,8 +49,12 @@ _LONGEST_PASSED = 0.5
 _FROZEN = 4.0
 _SHOWN = 8
 _OWN_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGCHLD}
+# What ranks find themselves and raise on every one of them: a program may expect it.
+_RAISED_BY_ALL = ("CollectiveMismatchError", "StartError")
 # What a rank that closes has submitted is in its recorder by then; it may be read before.
 _LEFT_GRACE = 0.2
+# MPI_Finalize of a rank that lives may come to its end all the same.
+_FINALIZE_GRACE = 1.0
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
@@ -75,6 +82,7 @@ class Watcher:
         self._notices: dict[int, dict[str, Any]] = {}
         self._late, self._pairs = Late(), Pairs()
         self._suspect: dict[int, Entry] | None = None
+        self._dead: list[Rank] = []
         self._due = 0.0
         self._looked = time.monotonic()
         self._start_left = float(config["start"])
@@ -102,14 +110,19 @@ class Watcher:
             for fd, _ in self._poll.poll(max(0.0, self._due - time.monotonic())):
                 if fd in self._handlers:
                     self._handlers[fd]()
+            self._bury()
             now = time.monotonic()
             if now >= self._due:
                 # Time in which this process itself did not run proves nothing about others.
                 passed, self._looked, self._due = min(now - self._looked, _LONGEST_PASSED), now, now + _TICK
                 self._look(passed)
 
+    @property
+    def _living(self) -> list[Rank]:
+        return [rank for rank in self._ranks.values() if rank.lives]
+
     def _over(self) -> bool:
-        living = [rank for rank in self._ranks.values() if rank.lives]
+        living = self._living
         return not living or (self._start_left <= 0 and not any(rank.joined for rank in living))
 
     def _accept(self, listener: socket.socket) -> None:
@@ -137,7 +150,7 @@ class Watcher:
         finally:
             for fd in fds:
                 os.close(fd)
-        self._watch(sock.fileno(), lambda: self._hear(rank))
+        self._watch(sock.fileno(), lambda: self._listen(rank))
         if self._complete:
             self._tell("ready", pid=os.getpid())
         for epoch, notice in self._notices.items():
@@ -160,20 +173,29 @@ class Watcher:
         """Whether every rank of this node has come."""
         return all(rank.joined for rank in self._ranks.values())
 
-    def _hear(self, rank: Rank) -> None:
+    def _listen(self, rank: Rank) -> None:
+        # Where it says nothing more, the process handle tells whether it lives.
+        if not self._hear(rank) and rank.dead:
+            self._ended(rank)
+
+    def _hear(self, rank: Rank) -> bool:
+        """Take a message of a rank; returns whether there was one."""
         assert rank.sock is not None
         try:
             message = messages.receive(rank.sock)
         except BlockingIOError:
-            return
-        kind = "" if message is None else message["kind"]
+            return False
         if message is None:
-            # Its end, or garbage: the process handle tells whether it lives.
+            # Its end, or garbage.
             self._forget(rank.sock.fileno())
-            if rank.state() in ("gone", "dying"):
-                self._ended(rank)
+            return False
+        kind = message["kind"]
+        if kind == "closed":
+            rank.closed = True
+        elif kind == "leaving":
+            rank.closed = rank.leaving = True
         elif kind == "bye":
-            rank.left = True
+            rank.closed = rank.left = True
             self._no_more_of(rank)
         elif kind == "judge":
             rank.judged = True
@@ -181,6 +203,7 @@ class Watcher:
             self._broken(rank, message["notice"], message["epoch"])
         elif kind == "resume":
             self._resume(rank, message["sequence"], message["pairs"], message["epoch"])
+        return True
 
     def _no_more_of(self, rank: Rank) -> None:
         if rank.sock is not None:
@@ -189,14 +212,45 @@ class Watcher:
             self._forget(rank.process.pidfd)
 
     def _ended(self, rank: Rank) -> None:
-        """Tell of a death; also where another cause was told before: nobody can go on without a rank that is gone."""
+        """Take the end of a process; what it means is judged together with those that ended with it."""
+        # What it said last may not have been read yet.
+        while rank.lives and rank.sock is not None and self._hear(rank):
+            pass
         self._no_more_of(rank)
-        if not rank.lives:
+        if rank.lives:
+            rank.gone = True
+            self._dead.append(rank)
+
+    def _bury(self) -> None:
+        """Judge the processes that have ended, in the order in which that was seen."""
+        if not self._dead:
             return
-        rank.gone = True
-        rank.death = verdict = self._blame(rank, rank.end())
-        self._judge(verdict)
-        self._tell("gone", rank=rank.number, text=verdict.text)
+        # A launcher may be ending the others for it; who ended by itself can take longer than those to be gone.
+        for rank in self._living:
+            if rank.dead:
+                self._ended(rank)
+        dead, self._dead = self._dead, []
+        # Launchers end all ranks where one has ended badly, also those that are past MPI_Finalize.
+        bad = any(rank.gone and rank.code and not rank.killed for rank in self._ranks.values())
+        self._mourn([rank for rank in dead if rank.missing and not (bad and rank.leaving and rank.killed)])
+
+    def _mourn(self, missing: Sequence[Rank]) -> None:
+        """Tell of deaths; also where another cause was told before: nobody can go on without a rank that is gone.
+
+        Of several at one moment those are to blame whose end was their own; where there is none, the first.
+        """
+        deaths = {rank.number: self._blame(rank, rank.end()) for rank in missing}
+        own = [rank.number for rank in missing if not rank.killed] or list(deaths)[:1]
+        for rank in missing:
+            rank.death = deaths[rank.number]
+        if own:
+            texts = [deaths[number].text for number in own]
+            others = deaths.keys() - own
+            if others:
+                texts.append(f"{ranks_text(others)} ended at the same moment, by a signal that launchers send")
+            self._judge(replace(deaths[own[0]], lost=tuple(own), text="; ".join(texts)))
+        for number, death in deaths.items():
+            self._tell("gone", rank=number, text=death.text)
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
@@ -232,8 +286,7 @@ class Watcher:
         told = {} if said_by is None else {"by": said_by.number, "here": False}
         self._notices[epoch] = notice = {**verdict.notice(), **told}
         said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
-        # A mismatch that ranks find themselves is raised on every one of them, and a program may expect it.
-        if said_by is None or verdict.error != "CollectiveMismatchError":
+        if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
         for rank in self._ranks.values():
             if rank is not said_by and rank.lives:
@@ -269,32 +322,61 @@ class Watcher:
     def _look(self, passed: float) -> None:
         if not self._complete:
             self._start_left -= passed
-        living = [rank for rank in self._ranks.values() if rank.lives]
-        states = {rank.number: rank.state() for rank in living}
+        living = self._living
+        states = {rank.number: rank.look() for rank in living}
         for rank in living:
             rank.send_again()
             if rank.reader is not None:
                 rank.reader.beat()
             if states[rank.number] in ("gone", "dying"):
                 self._ended(rank)
+        self._bury()
         awake = any(state == "alive" for state in states.values())
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
         self._judge_stopped(living, states, passed if awake else 0.0)
         together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
         if self._epoch not in self._notices and together and awake and self._complete:
             self._judge_submissions(passed)
+        self._free_waiting(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
             # Whoever is stopped and continued again and again runs, though slowly.
-            ran = rank.ran()
-            if states[rank.number] != "stopped" or ran:
+            if states[rank.number] != "stopped" or rank.ran:
                 rank.stopped = None
                 continue
             # The first look does not count: it may have been stopped just before.
             rank.stopped = 0.0 if rank.stopped is None else rank.stopped + passed
-            if rank.stopped >= _FROZEN and self._config["frozen"]:
+            # For one that has closed nobody waits before MPI_Finalize.
+            if self._frozen(rank) and (not rank.closed or self._waiting):
                 self._judge(self._blame(rank, f"has been stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s"))
+
+    def _frozen(self, rank: Rank) -> bool:
+        return rank.stopped is not None and rank.stopped >= _FROZEN and bool(self._config["frozen"])
+
+    @property
+    def _waiting(self) -> list[Rank]:
+        """The ranks that are in MPI_Finalize, which waits for all."""
+        return [rank for rank in self._living if rank.leaving and rank.stopped is None]
+
+    def _free_waiting(self, passed: float) -> None:
+        """End ranks that are in MPI_Finalize, where they can neither hear nor raise, once one is lost."""
+        waiting = self._waiting
+        for rank in self._ranks.values():
+            rank.missed = rank.missed + passed if waiting and rank.gone and (rank.death or not rank.leaving) else 0.0
+        dead = [rank for rank in self._ranks.values() if rank.missed >= _FINALIZE_GRACE]
+        self._mourn([rank for rank in dead if rank.death is None])
+        lost = [rank.number for rank in [*dead, *filter(self._frozen, self._living)]]
+        fresh = [rank.number for rank in waiting if not rank.freed]
+        if lost and fresh:
+            self._cry(
+                f"butter_mpi: the watcher: {ranks_text(fresh)} cannot come out of MPI_Finalize any more, as "
+                f"{ranks_text(lost)} will not come there: ended here, by SIGALRM or SIGKILL\n",
+                None,
+            )
+        for rank in waiting if lost else []:
+            unlink_mapped(rank.pid)
+            rank.finish()
 
     def _judge_submissions(self, passed: float) -> None:
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.judged and rank.reader}
@@ -319,7 +401,7 @@ class Watcher:
         self._suspect, self._due = found, time.monotonic() + _SOON
 
     def _judge_late(self, waiting: Waiting) -> None:
-        left = tuple(number for number in waiting.absent if self._ranks[number].left)
+        left = tuple(number for number in waiting.absent if self._ranks[number].closed)
         if left and waiting.seconds >= _LEFT_GRACE:
             self._judge(self._overdue("PeerLostError", waiting, left, ", closed before it"))
         elif waiting.over:

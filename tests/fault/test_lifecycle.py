@@ -286,6 +286,22 @@ def test_rank_that_never_starts(mpi: str) -> None:
     assert "'duplicating the communicator' within 2.0 s (start deadline 2 s)" in result.rank_err[0], result.text
 
 
+def test_close_that_is_interrupted() -> None:
+    """An exception in the middle of close() is told like one in an operation: others may wait for what was not done."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 1:
+    def interrupted():
+        raise KeyboardInterrupt
+    comm.backend._release = interrupted
+comm.close()
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 8 and "KeyboardInterrupt" in result.rank_err[1], result.text
+    assert "butter_mpi: told by rank 1: rank 1/2 on" in result.text, result.text
+    assert "interrupted by KeyboardInterrupt. Others may have gone on" in result.text, result.text
+
+
 def test_abort_reaches_every_rank() -> None:
     """Abort is told to every peer with its reason, also to one that only looks for errors."""
     program = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from helpers.mpirun import run_job
 from helpers.standin import build
@@ -59,12 +62,17 @@ SCENES = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_one_rank_fails_and_all_know(scene: str) -> None:
-    """What fails on one rank of three is told to all at once; a second start in the same processes works."""
+def test_one_rank_fails_and_all_know(scene: str, tmp_path: Path) -> None:
+    """What fails on one rank of three is told to all at once, and is in the verdict file; a second start works."""
     faults, phase, text = SCENES[scene]
-    result = run_job(3, HEAD + FAILS + AGAIN, env=env(faults))
+    file = tmp_path / "verdict.jsonl"
+    result = run_job(3, HEAD + FAILS + AGAIN, env={**env(faults), "BUTTER_MPI_VERDICT_FILE": str(file)})
     assert result.rc == 0, result.text
     guilty = faults[0]
+    if scene != "unique ID":
+        (line,) = file.read_text().splitlines()
+        verdict = json.loads(line)["verdict"]
+        assert (verdict["lost"], verdict["phase"]) == ([int(guilty)], "start") and text in verdict["text"], verdict
     for rank, out in enumerate(result.rank_out):
         who = "rank 0/3: start: no unique ID" if scene == "unique ID" else f"rank {rank}/3"
         assert out.startswith(f"StartError [{phase}] {who}") and text in out, result.text

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import statistics
 import time
@@ -70,9 +71,14 @@ def go_on(job: Job, ranks: Sequence[int]) -> None:
             job.wait_for(f"sign {count + 1} ", rank)
 
 
+def watchers(job: Job) -> list[int]:
+    """The processes of the job's watchers."""
+    return [pid for pid in processes.marked(job.id) if "sentinel/__main__.py" in processes.command_line(pid)]
+
+
 def watcher(job: Job) -> int:
-    """The process of the job's watcher."""
-    (pid,) = [pid for pid in processes.marked(job.id) if "sentinel/__main__.py" in processes.command_line(pid)]
+    """The process of the job's one watcher."""
+    (pid,) = watchers(job)
     return pid
 
 
@@ -498,6 +504,94 @@ except butter_mpi.CommunicatorBrokenError as error:
     for when, text in told:
         assert "(1,)" in text and "was killed by SIGKILL" in text, result.text
         assert when - at <= 5, (when - at, result.text)
+
+
+# -- after the close ---------------------------------------------------------------------------------------------------
+
+
+def test_ends_that_are_no_fault(tmp_path: Path) -> None:
+    """Communicators closed in any order, forks, ranks that come late to MPI_Finalize or live on after it: no fault."""
+    file = tmp_path / "verdict.jsonl"
+    program = """
+first, second = start(), start()
+first.barrier(); second.barrier()
+for comm in (first, second) if RANK else (second, first):
+    comm.close()
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+if RANK == 1:
+    time.sleep(3)  # the others wait in MPI_Finalize, for longer than for a lost rank
+if RANK != 2:
+    MPI.Finalize()
+    time.sleep(2 - RANK)  # so long nothing may come of the other's end
+    say("lives on")
+if RANK == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = run_job(3, HEAD + program, **RECOVERY, env={"BUTTER_MPI_VERDICT_FILE": str(file)}, timeout=30)
+    assert result.rank_out == ["lives on\n", "lives on\n", ""], result.text
+    assert not cried(result) and not file.exists(), result.text
+
+
+def test_rank_that_is_stopped_while_others_end() -> None:
+    """Ranks that wait in MPI_Finalize, by a call or at exit, for one that is stopped end within five seconds."""
+    program = """
+comm = start(); comm.barrier(); comm.close()
+if RANK == 1:
+    MPI.COMM_WORLD.recv(); MPI.COMM_WORLD.recv()
+    say(f"fault {time.monotonic()} ."); os.kill(os.getpid(), signal.SIGSTOP)
+MPI.COMM_WORLD.send(None, 1)
+if RANK == 0:
+    MPI.Finalize()
+"""
+    with start_job(3, HEAD + program, timeout=30) as job:
+        ends = [os.pidfd_open(job.pid(rank)) for rank in (0, 2)]
+        job.wait_for(" .", 1)
+        at = float(job.read(1, "out").split("fault ")[1].split()[0])
+        for end in ends:
+            assert select.select([end], [], [], 10)[0]
+            os.close(end)
+        took = time.monotonic() - at
+        result = job.wait()
+    assert took <= _WITHIN and result.rc != 0, (took, result.text)
+    verdict, ended = cried(result)
+    assert "rank 1/3 on" in verdict and "has been stopped (SIGSTOP or SIGTSTP) for 4." in verdict, result.text
+    assert "ranks 0, 2 cannot come out of MPI_Finalize any more" in ended, result.text
+
+
+def test_rank_that_dies_after_its_close() -> None:
+    """It is told at once, disturbs nobody that has closed and computes on, and keeps nobody in MPI_Finalize later.
+
+    However many communicators a program has closed, one watcher stays.
+    """
+    program = """
+for _ in range(3):
+    comm = start(); comm.barrier(); comm.close()
+say("closed .")
+if RANK == 0:
+    signal.sigwait([signal.SIGUSR1])
+    say("computed")
+else:
+    threading.Event().wait()
+"""
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+    with start_job(2, block + HEAD + program, **RECOVERY, timeout=30) as job:
+        for rank in range(2):
+            job.wait_for("closed .", rank)
+        end = time.monotonic() + _WITHIN
+        while len(watchers(job)) > 1 and time.monotonic() < end:
+            os.sched_yield()
+        assert watcher(job)
+        at = job.signal(1, signal.SIGKILL)
+        job.wait_for("was killed by SIGKILL after closing its communicator", 0)
+        told = time.monotonic() - at
+        job.signal(0, signal.SIGUSR1)
+        result = job.wait(10)
+    assert told <= _SOON and result.rank_out[0] == "closed .\ncomputed\n", (told, result.text)
+    assert len(cried(result)) == 1, result.text
+    assert "leaving: MPI would wait for a rank that is lost: rank 1/2 on" in result.rank_err[0], result.text
 
 
 @pytest.mark.parametrize("name", ["none/v.json", "a folder"])

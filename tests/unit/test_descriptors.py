@@ -24,7 +24,7 @@ from butter_mpi.sentinel.client import Offer, Sentinel
 from butter_mpi.sentinel.process import Process
 offer = Offer("on", 10)
 process = Process(os.getpid())
-sentinel = Sentinel(offer, [offer.payload()], 0, who="rank 0", start_deadline=20, frozen=True, file="")
+sentinel = Sentinel(offer, [json.loads(offer.payload())], 0, who="rank 0", start_deadline=20, frozen=True, file="")
 sentinel.wait_until_ready(Watch(20))
 with open(sys.argv[1], "w") as file:
     taken = [fd for fd in range(3) if os.path.exists(f"/proc/self/fd/{fd}") and fd != file.fileno()]

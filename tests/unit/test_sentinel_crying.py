@@ -14,6 +14,7 @@ import pytest
 
 from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.process import Process
+from butter_mpi.sentinel.watched import Rank
 
 SCRIPT = """
 import os, sys
@@ -129,3 +130,16 @@ def test_dead_process() -> None:
         assert not cry(process, "cried\n")
         one.wait()
         assert not cry(process, "cried\n")
+
+
+def test_whom_a_rank_was_started_by() -> None:
+    """Node daemon, launcher, and the script that started it: its standard error is there when those are gone."""
+    nested = "sh -c 'sh -c \"echo \\$\\$; read line\"; true'; true"
+    with subprocess.Popen(["sh", "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        rank = Rank(0, int(script.stdout.readline()))
+        found = [one.pid for one in rank.ancestors]
+        for one in rank.ancestors:
+            one.close()
+        script.communicate("\n")
+    assert found[1:] == [script.pid, os.getpid()], found

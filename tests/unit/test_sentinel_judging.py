@@ -22,7 +22,6 @@ from butter_mpi.sentinel.judging import (
     first_difference,
     left_out_exchange,
     mismatch,
-    ranks_text,
 )
 
 BOUND = 60.0
@@ -164,7 +163,7 @@ def test_verdict_on_a_mismatch() -> None:
     )
     lines = verdict.text.splitlines()
     assert lines[1:] == [
-        "  ranks 0, 1, 3: all_reduce #2 (float32 x 8, sum) at app/train.py:2",
+        "  ranks 0-1, 3: all_reduce #2 (float32 x 8, sum) at app/train.py:2",
         "  rank 2: all_reduce #2 (float32 x 9, sum) at app/train.py:3",
     ]
     notice = json.loads(json.dumps(verdict.notice()))
@@ -229,11 +228,6 @@ def test_exchanges_before_a_reconnect_count_no_more() -> None:
         assert left_out_exchange(ranks.readers) is None
         ranks.submit(0, SUM)
         assert left_out_exchange(ranks.readers) is not None
-
-
-def test_ranks_text() -> None:
-    """One rank and several read as people write them."""
-    assert (ranks_text([3]), ranks_text([1, 3])) == ("rank 3", "ranks 1, 3")
 
 
 # -- late ------------------------------------------------------------------------------------------------------------

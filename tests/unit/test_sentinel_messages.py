@@ -19,6 +19,8 @@ NOTICE = {"error": "PeerLostError", "lost": [1], "text": "gone", "n": 4, "operat
 MESSAGES: list[dict[str, Any]] = [
     {"kind": "hello", "rank": 3, "secret": "ab"},
     {"kind": "judge"},
+    {"kind": "closed"},
+    {"kind": "leaving"},
     {"kind": "bye"},
     {"kind": "broken", "notice": NOTICE, "epoch": 1},
     {"kind": "resume", "sequence": 7, "pairs": 2, "epoch": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def start() -> None:
     """Start a rank alone with its watcher, and leave again."""
     offer = Offer("on", 10)
-    one = Sentinel(offer, [offer.payload()], 0, who="rank 0/1", start_deadline=20, frozen=True, file="")
+    one = Sentinel(offer, [json.loads(offer.payload())], 0, who="rank 0/1", start_deadline=20, frozen=True, file="")
     try:
         one.wait_until_ready(Watch(20))
     finally:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -74,11 +75,27 @@ def test_a_debuggers_stop_is_not_a_stop(start: Start) -> None:
     assert state == "alive"
 
 
+def test_main_thread_that_ends_alone(start: Start) -> None:
+    """A process whose other threads go on without the main one is alive, or stopped with them, until all of it ends."""
+    child, process = start(
+        f"import threading; threading.Thread(target=lambda: {WAIT}).start()\nctypes.CDLL(None).pthread_exit(None)"
+    )
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+        os.sched_yield()
+    assert process.state() == "alive"
+    child.send_signal(signal.SIGSTOP)
+    until(child, os.WSTOPPED)
+    assert process.state() == "stopped"
+    child.kill()
+    until(child, os.WEXITED)
+    assert (process.state(), process.end()) == ("dying", "was killed by SIGKILL")
+
+
 ENDINGS = [
-    ("os._exit(0)", "ended with exit status 0 without closing its communicator"),
-    ("os._exit(3)", "ended with exit status 3 without closing its communicator"),
-    ("os._exit(255)", "ended with exit status 255 without closing its communicator"),
-    ("raise ValueError", "ended with exit status 1 without closing its communicator"),
+    ("os._exit(0)", "ended with exit status 0"),
+    ("os._exit(3)", "ended with exit status 3"),
+    ("os._exit(255)", "ended with exit status 255"),
+    ("raise ValueError", "ended with exit status 1"),
     ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
     ("signal.signal(15, signal.SIG_DFL); os.kill(os.getpid(), 15)", "was killed by SIGTERM"),
     ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),

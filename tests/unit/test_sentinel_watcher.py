@@ -6,6 +6,7 @@ import array
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -384,6 +385,152 @@ def test_death_after_another_failure_is_told(node: Callable[..., Node]) -> None:
     told(fakes[0], "messages.send(sock, 'resume', sequence=1, pairs=0, epoch=1)")
     again = heard(fakes[0])
     assert again["epoch"] == 1 and again["notice"]["lost"] == [2], again
+
+
+# -- after the close ---------------------------------------------------------------------------------------------------
+
+
+def ranks(one: Node) -> dict[int, subprocess.Popen[str]]:
+    """The fake ranks of a node, which have all joined."""
+    fakes = {rank: one.fake(rank) for rank in one.fakes}
+    for fake in fakes.values():
+        assert heard(fake)["kind"] == "ready"
+    return fakes
+
+
+def said(fake: subprocess.Popen[str], *kinds: str, then: str = "") -> None:
+    """Have a fake rank say these, then do something; returns when it has, or has ended by it."""
+    sent = [f"messages.send(sock, {kind!r})" for kind in kinds]
+    told(fake, "; ".join([*sent, then or "print(json.dumps(True), flush=True)"]))
+    if then:
+        fake.wait(_LONG)
+    else:
+        assert fake.stdout is not None and fake.stdout.readline() == "true\n"
+
+
+ENDS_WELL = {
+    "in the middle of MPI_Finalize, with a status of its own": (("closed", "leaving"), "os._exit(3)"),
+    "with status 0, while nobody waits for it": (("closed",), "os._exit(0)"),
+}
+ENDS_BADLY = {
+    "closed, then killed": (("closed",), "os.kill(os.getpid(), 9)", "was killed by SIGKILL after closing its"),
+    "closed, then ended": (("closed",), "os._exit(3)", "exit status 3 after closing its communicator, without MPI_F"),
+    "killed in MPI_Finalize": (("closed", "leaving"), "os.kill(os.getpid(), 11)", "by SIGSEGV in MPI_Finalize or"),
+}
+
+
+@pytest.mark.parametrize("how", list(ENDS_WELL))
+def test_good_end_after_the_close_is_told_to_nobody(node: Callable[..., Node], how: str) -> None:
+    """A rank that ends well after its close is no lost rank; what comes next is told as if it had never been."""
+    words, end = ENDS_WELL[how]
+    one = node(0, 1, 2)
+    fakes = ranks(one)
+    said(fakes[1], *words, then=end)
+    fakes[2].kill()
+    assert heard(fakes[0])["notice"]["lost"] == [2]
+
+
+def test_victims_of_a_launcher_after_a_bad_status_are_told_to_nobody(node: Callable[..., Node]) -> None:
+    """Launchers end the ranks that are past MPI_Finalize too, where one ended with a status of its own: no news."""
+    one = node(0, 1, 2, 3)
+    fakes = ranks(one)
+    said(fakes[1], "closed", "leaving", then="os._exit(5)")
+    said(fakes[2], "closed", "leaving", then="os.kill(os.getpid(), 9)")
+    fakes[3].kill()
+    assert heard(fakes[0])["notice"]["lost"] == [3]
+
+
+@pytest.mark.parametrize("how", list(ENDS_BADLY))
+def test_bad_end_after_the_close_is_told(node: Callable[..., Node], how: str) -> None:
+    """A rank that closed and did not come through MPI_Finalize is a lost rank, told at once, also to who closed."""
+    words, end, text = ENDS_BADLY[how]
+    one = node(0, 1)
+    fakes = ranks(one)
+    said(fakes[0], "closed")
+    begin = time.monotonic()
+    said(fakes[1], *words, then=end)
+    notice = heard(fakes[0])["notice"]
+    assert time.monotonic() - begin < 1 and notice["lost"] == [1] and text in notice["text"], notice
+    # It has closed, and computes on: nobody ends it.
+    with pytest.raises(subprocess.TimeoutExpired):
+        fakes[0].wait(1.5)
+
+
+def test_last_words_count_whenever_they_are_read(node: Callable[..., Node]) -> None:
+    """What a rank said before its end is read before that is judged, however late the watcher comes to it."""
+    one = node(0, 1, 2)
+    fakes = ranks(one)
+    os.kill(one.pids[0], signal.SIGSTOP)
+    said(fakes[1], "closed", "leaving", then="os._exit(1)")
+    os.kill(one.pids[0], signal.SIGCONT)
+    fakes[2].kill()
+    assert heard(fakes[0])["notice"]["lost"] == [2]
+
+
+LOST = {
+    "killed": ((), "os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    "stopped": ((), "os.kill(os.getpid(), signal.SIGSTOP)", "has been stopped"),
+    "left by os._exit(0)": (("closed",), "os._exit(0)", "exit status 0 after closing its communicator, without MPI_F"),
+}
+
+
+@pytest.mark.parametrize("how", list(LOST))
+def test_ranks_in_finalize_are_ended_with_the_verdict(node: Callable[..., Node], tmp_path: Path, how: str) -> None:
+    """Who waits in MPI_Finalize for a lost rank ends within 5 s, after the verdict, by SIGALRM, or else by SIGKILL."""
+    words, end, text = LOST[how]
+    file = tmp_path / "verdict.jsonl"
+    one = node(0, 1, 2, file=str(file))
+    fakes = ranks(one)
+    said(fakes[0], "closed", "leaving")
+    told(fakes[2], f"import ctypes; ctypes.CDLL(None).signal({int(signal.SIGALRM)}, ctypes.c_void_p(1))")
+    said(fakes[2], "closed", "leaving")
+    begin = time.monotonic()
+    told(fakes[1], "; ".join([*(f"messages.send(sock, {word!r})" for word in words), end]))
+    status = {rank: fakes[rank].wait(_LONG) for rank in (0, 2)}
+    took = time.monotonic() - begin
+    assert took < 5 and status == {0: -signal.SIGALRM, 2: -signal.SIGKILL}, (took, status)
+    (line,) = file.read_text().splitlines()
+    assert json.loads(line)["verdict"]["lost"] == [1] and text in json.loads(line)["verdict"]["text"]
+    fakes[1].kill()
+    err = "".join(fake.communicate()[1] for fake in fakes.values())
+    verdict, ended = err.splitlines()
+    assert "rank 1/8 on n01" in verdict and text in verdict, err
+    assert "ranks 0, 2 cannot come out of MPI_Finalize any more, as rank 1 will not" in ended, err
+
+
+def test_stopped_after_its_close_while_nobody_waits(node: Callable[..., Node]) -> None:
+    """A rank that closed may be stopped for long; it is lost as soon as another one waits for it in MPI_Finalize."""
+    one = node(0, 1)
+    fakes = ranks(one)
+    for fake in fakes.values():
+        said(fake, "closed")
+    fakes[1].send_signal(signal.SIGSTOP)
+    assert fakes[0].stdout is not None and not select.select([fakes[0].stdout], [], [], 5)[0]
+    told(fakes[0], "messages.send(sock, 'leaving')")
+    assert fakes[0].wait(_LONG) == -signal.SIGALRM and "has been stopped" in fakes[0].communicate()[1]
+
+
+TOGETHER = {
+    "one by its own end": ("os.kill(os.getpid(), 9)", "os._exit(3)", [2], "exit status 3"),
+    "both by a launcher's signal": ("os.kill(os.getpid(), 15)", "os.kill(os.getpid(), 9)", [1], "SIGTERM"),
+    "both by their own end": ("os._exit(3)", "os.kill(os.getpid(), 11)", [1, 2], "exit status 3"),
+}
+
+
+@pytest.mark.parametrize("how", list(TOGETHER))
+def test_several_deaths_in_one_look(node: Callable[..., Node], how: str) -> None:
+    """Of several that died before the watcher looked those are blamed that no launcher ended, else the first."""
+    first, second, lost, text = TOGETHER[how]
+    one = node(0, 1, 2)
+    fakes = ranks(one)
+    os.kill(one.pids[0], signal.SIGSTOP)
+    said(fakes[1], then=first)
+    said(fakes[2], then=second)
+    os.kill(one.pids[0], signal.SIGCONT)
+    notice = heard(fakes[0])["notice"]
+    assert notice["lost"] == lost and text in notice["text"].split("; ")[0], notice
+    others = sorted({1, 2} - set(lost))
+    assert all(f"rank {rank} ended at the same moment" in notice["text"] for rank in others), notice
 
 
 def test_signals_that_are_sent_to_whole_jobs_do_not_end_it(node: Callable[..., Node]) -> None:
