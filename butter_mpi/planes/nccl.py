@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from butter_mpi import nccl
-from butter_mpi.collectives import Operation
+from butter_mpi.collectives import Operation, carried
 from butter_mpi.control import Control, Pause, Watch
 from butter_mpi.enums import DType
 from butter_mpi.errors import (
@@ -38,6 +38,7 @@ __all__ = ["NcclPlane"]
 
 _FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 _FLOAT8_CAPABILITY = (9, 0)
+_INTEGERS16 = (DType.INT16, DType.UINT16)
 # What was on its way when a peer broke is there by then; a peer that exits lets the others speak for a little longer.
 _GRACE = 0.1
 _DEVICE_LOST = "CUDA work of this rank failed, now or earlier; no other rank is the cause"
@@ -81,12 +82,18 @@ class NcclPlane(NcclLife):
                 f"{'.'.join(map(str, self.device.capability))}; NCCL reduces 8-bit floats from 9.0 on",
                 needs="compute capability 9.0",
             )
-        self._issuer.data_type(operation.dtype)
+        if operation.op is not None and operation.dtype in _INTEGERS16:
+            raise NotSupportedError(
+                f"{self.who}: {operation.kind} of {operation.dtype.label}: NCCL reduces integers of 8, 32 and 64 bits; "
+                "it moves these as bytes",
+                needs="another element type",
+            )
+        self._issuer.data_type(carried(operation).dtype)
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         if self._strict:
             self._meet(numbered)
-        operations = [self._whole(operation) for operation, _ in numbered]
+        operations = [self._whole(operation) for operation, _ in numbered if not operation.rule.uneven]
         waited = operations[0] if len(operations) == 1 and operations[0].waits else None
         with self._on_own_stream(operations):
             streamed = [self._streamed(operation) for operation in operations]
@@ -183,6 +190,7 @@ class NcclPlane(NcclLife):
         if self.health.cause is None:
             self._ask_nccl()
             self.device.check_context(self._aside)
+            self._keeping.release()
 
     def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         facts = [str(error) if isinstance(error, ButterError) else f"MPI failed: {error}"]

@@ -10,6 +10,7 @@ from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
+from butter_mpi.planes.keeping import Keeping
 
 __all__ = ["OnDevice"]
 
@@ -20,6 +21,7 @@ class OnDevice(Plane):
     on_device = True
     _device: Device | None = None
     _event = 0
+    _keeping: Keeping
 
     @property
     def device(self) -> Device:
@@ -49,7 +51,12 @@ class OnDevice(Plane):
                 for stream in operation.named:
                     self._order(stream, operation.stream)
 
+    def _keep(self, operations: Sequence[Operation]) -> None:
+        self._keeping.release()
+        self._keeping.add(operations)
+
     def _lead(self, operations: Sequence[Operation]) -> None:
+        self._keeping.mark()
         for operation in operations:
             for stream in operation.named:
                 self._order(operation.stream, stream)

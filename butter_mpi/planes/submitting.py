@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from butter_mpi.collectives import Operation, call_site, control_signature, describe, signature
+from butter_mpi.collectives import Operation, call_site, carried, control_signature, describe, signature
 from butter_mpi.errors import ButterError, CommunicatorBrokenError, PeerLostError, text_of
 from butter_mpi.lane import LANE, Health
 
@@ -84,7 +84,8 @@ class Submitting(ABC):
             numbered = [(operation, signature(operation, self._number(operation))) for operation in ordered]
             for operation, record in numbered:
                 self._record(operation, record["n"])
-            self._execute(numbered)
+            self._keep(ordered)
+            self._execute([(carried(operation), record) for operation, record in numbered])
             self._lead(ordered)
             self._last = numbered[-1][1]
 
@@ -151,6 +152,9 @@ class Submitting(ABC):
 
     def _lead(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory has one stream
         """Let what comes later on those streams come after operations that are on theirs."""
+
+    def _keep(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
+        """Keep what operations read and write alive until their streams have passed them."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:

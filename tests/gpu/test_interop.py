@@ -76,7 +76,7 @@ def test_torch_refusals(comm: butter_mpi.Communicator, torch: Any) -> None:
         (torch.zeros(4), TypeError, "on cpu"),
         (torch.zeros(8, device="cuda")[::2], ValueError, r"not contiguous .*strides \(2,\) elements"),
         (torch.zeros(2, 3, device="cuda").T, ValueError, r"not contiguous .*strides \(1, 3\) elements"),
-        (torch.zeros(4, dtype=torch.complex64, device="cuda"), ValueError, "dtype must be one of"),
+        (torch.zeros(4, dtype=torch.complex32, device="cuda"), ValueError, "dtype must be one of"),
         (np.zeros(4), TypeError, "device memory"),
     ):
         with pytest.raises(error, match=text):

@@ -141,9 +141,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a column": (lambda make: make(np.zeros((4, 4)), shape=(4,), strides=(16,)), ValueError, r"strides \(16,\)"),
     "reversed": (lambda make: make(np.zeros(4), strides=(-4,)), ValueError, r"strides \(-4,\)"),
     "read-only": (lambda make: make([1.0], data=(make([1.0]).pointer, True)), ValueError, "sendbuf is read-only"),
-    "bool": (lambda make: make([True], bool), ValueError, "got 'bool'"),
-    "int16": (lambda make: make([1], np.int16), ValueError, "got 'int16'"),
-    "complex": (lambda make: make([1], np.complex64), ValueError, "got 'complex64'"),
+    "8-bit float of another kind": (
+        lambda make: make([1], ml_dtypes.float8_e4m3fnuz),
+        ValueError,
+        "got 'float8_e4m3fnuz'",
+    ),
+    "int16": (lambda make: make([1], np.int16), NotSupportedError, "NCCL reduces integers of 8, 32 and 64 bits"),
+    "freed": (lambda make: make([1.0], data=(0, False)), ValueError, "1 elements and no memory; it was freed"),
     "foreign endian": (lambda make: make([1], ">f4" if sys.byteorder == "little" else "<f4"), ValueError, "foreign"),
     "masked": (lambda make: make([1.0], mask=make([1.0])), TypeError, "masked"),
 }
