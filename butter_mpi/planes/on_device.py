@@ -37,7 +37,7 @@ class OnDevice(Plane):
         """Refuse memory of the host, or of another device."""
         owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
         if owner != self.device.ordinal:
-            where = "host memory" if owner is None else f"memory of cuda:{owner}"
+            where = "host memory, or was freed" if owner is None else f"memory of cuda:{owner}"
             raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{self.device.ordinal}")
 
     def _admit(self, operation: Operation) -> None:

@@ -557,9 +557,16 @@ def ring(comm: Communicator, data: np.ndarray, result: np.ndarray) -> None:
         lambda c, data, result: c.broadcast(data),
         lambda c, data, result: c.all_gather(data[0], result),
         lambda c, data, result: c.reduce_scatter(data, result[0]),
+        lambda c, data, result: c.reduce(data),
+        lambda c, data, result: c.gather(data[0], result),
+        lambda c, data, result: c.scatter(data, result[0]),
+        lambda c, data, result: c.all_to_all(data, result),
         ring,
     ],
-    ids=["all_reduce", "broadcast", "all_gather", "reduce_scatter", "pair"],
+    ids=[
+        *("all_reduce", "broadcast", "all_gather", "reduce_scatter"),
+        *("reduce", "gather", "scatter", "all_to_all", "pair"),
+    ],
 )
 def test_data_goes_in_pieces(comm: Communicator, operation) -> None:
     """However much it is, MPI gets it in small pieces: no count is too large for it, and no wait keeps much memory."""

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda.core import Device as CoreDevice
+from helpers.capsule import Exporter
 from helpers.held import Held
 from helpers.memory import PLANE, DeviceArray, DeviceMemory
 from mpi4py import MPI
@@ -123,6 +124,17 @@ def test_stream_objects(comm: Communicator, memory: DeviceMemory, device: Device
             comm.all_reduce(made, stream=stream)
             assert not device.ready(handle)
         assert (made.get() == TOTAL).all()
+
+
+def test_arrays_by_dlpack(comm: Communicator, memory: DeviceMemory, device: Device) -> None:
+    """An array that only speaks DLPack needs a stream, which its library is asked to order after its own work."""
+    half = np.full(9, RANK + 1, ml_dtypes.bfloat16)
+    own = DeviceArray(memory, half)
+    made = Exporter(own.pointer, (3, 3), (4, 16), device=(2, device.ordinal), readonly=False)
+    with pytest.raises(ValueError, match="stream must be given"):
+        comm.all_reduce(made)
+    comm.all_reduce(made, stream=memory.stream)
+    assert made.streams[-1] == memory.stream and (own.get().astype(float) == TOTAL).all()
 
 
 def test_a_stream_must_be_given_where_none_is_known(comm: Communicator, memory: DeviceMemory) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -43,6 +45,21 @@ def make(memory: DeviceMemory) -> Make:
 def streams(device: Device) -> tuple[int, int]:
     """Two streams that know nothing of one another."""
     return device.make_stream(), device.make_stream()
+
+
+def test_buffer_is_kept_until_its_stream_has_passed(
+    comm: Communicator, device: Device, make: Make, memory: DeviceMemory, streams: tuple[int, int]
+) -> None:
+    """An array that nobody else has any more lives until the operation is done; then the next look lets go of it."""
+    array = make(streams[0])
+    reference, pointer = weakref.ref(array), array.pointer
+    with Held(device, streams[0]):
+        comm.all_reduce(array)
+        del array
+        gc.collect()
+        assert comm.is_healthy() and reference() is not None
+    assert (memory.get(pointer, OWN) == TOTAL).all()
+    assert comm.is_healthy() and reference() is None
 
 
 def produce(device: Device, array: DeviceArray, stream: int) -> None:

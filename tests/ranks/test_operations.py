@@ -98,9 +98,9 @@ def reduced(count: int, dtype: DType, op: ReduceOp | PreMulSum) -> Array:
         return np.logical_or.reduce(every) if either else np.logical_and.reduce(every)
     wide = [values.astype(np.complex128 if dtype in COMPLEX else np.float64) for values in every]
     if isinstance(op, PreMulSum):
-        total = sum(factor(r, dtype) * values for r, values in enumerate(wide))
+        total = np.add.reduce([factor(r, dtype) * values for r, values in enumerate(wide)])
     elif op is ReduceOp.AVG:
-        total = sum(wide) / SIZE
+        total = np.add.reduce(wide) / SIZE
         total = np.trunc(total) if dtype in WHOLE else total
     else:
         total = SAME[op].reduce(wide)
