@@ -194,7 +194,9 @@ def _tensor_view(tensor: Any, name: str, *, on_device: bool) -> ArrayView:
 def _dlpack_view(array: Any, name: str, *, writable: bool, on_device: bool) -> ArrayView:
     """Return what an array says by DLPack; what its library has under way, an operation is ordered after."""
     try:
-        seen = dlpack.look(array)
+        # JAX takes any number for a stream's handle, also the one that means none.
+        jax = _library_of(array) in _JAX
+        seen = dlpack.look(array, dlpack.LEGACY_STREAM if jax else dlpack.NO_ORDER)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} ({_typename(array)}) does not give its memory by DLPack: {error}") from None
     if seen.on_device is not on_device:
@@ -209,7 +211,7 @@ def _dlpack_view(array: Any, name: str, *, writable: bool, on_device: bool) -> A
         raise ValueError(
             f"{name} is not C-contiguous (shape {seen.shape}, strides {seen.strides} elements); make a copy that is"
         )
-    readonly = seen.readonly or _library_of(array) in _JAX
+    readonly = seen.readonly or jax
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {seen.shape}, {dtype.label})")
     count = _count(seen.shape)

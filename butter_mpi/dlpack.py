@@ -6,13 +6,15 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Seen", "follow", "look"]
+__all__ = ["LEGACY_STREAM", "NO_ORDER", "Seen", "follow", "look"]
 
 _OLD, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _HOST = (1, 3)  # the CPU's, also pinned for CUDA
 _CUDA = (2, 13)  # a CUDA device's, also managed
-_NO_SYNC = -1
-_LEGACY_STREAM = 1
+LEGACY_STREAM = 1
+"""What the legacy default stream is called there."""
+NO_ORDER = -1
+"""Asks for no order at all."""
 _READ_ONLY = 1
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool", 10: "float8_e4m3fn", 12: "float8_e5m2"}
 
@@ -59,9 +61,10 @@ class Seen:
     readonly: bool
 
 
-def look(array: Any) -> Seen:
-    """Return what an array says of its memory; nothing is ordered by this.
+def look(array: Any, stream: int = NO_ORDER) -> Seen:
+    """Return what an array says of its memory.
 
+    `stream` is what a device array's library is asked to order with its own work: none, where it knows that answer.
     The capsule is not consumed: its own destructor gives back what the array's library holds for it, and whoever has
     the array has its memory.
 
@@ -73,7 +76,7 @@ def look(array: Any) -> Seen:
     kind = int(array.__dlpack_device__()[0])
     if kind not in _HOST + _CUDA:
         raise ValueError(f"its device is of DLPack's kind {kind}, neither host nor CUDA")
-    capsule = _capsule(array, _NO_SYNC if kind in _CUDA else None)
+    capsule = _capsule(array, stream if kind in _CUDA else None)
     tensor, readonly = _read(capsule)
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
@@ -83,7 +86,7 @@ def look(array: Any) -> Seen:
 
 def follow(array: Any, stream: int) -> None:
     """Let a stream come after what an array's library has under way on the array: the library does it, when asked."""
-    _capsule(array, stream or _LEGACY_STREAM)
+    _capsule(array, stream or LEGACY_STREAM)
 
 
 def _capsule(array: Any, stream: int | None) -> Any:

@@ -12,7 +12,7 @@ from butter_mpi._libnccl import Library
 from butter_mpi.collectives import Operation, pairs_of
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, PreMulSum, ReduceOp
-from butter_mpi.errors import NCCLError, NotSupportedError
+from butter_mpi.errors import NCCLError
 from butter_mpi.planes.memory import factor_of
 
 __all__ = ["ADDING", "Issuer", "Kept"]
@@ -128,12 +128,7 @@ class Issuer:
 
     def _knows(self, function: str) -> bool:
         if function not in self._has:
-            try:
-                self._library.function(function)
-            except NotSupportedError:
-                self._has[function] = False
-            else:
-                self._has[function] = True
+            self._has[function] = self._library.has(function)
         return self._has[function]
 
     def _group(self, comm: int, operations: Sequence[Operation]) -> None:

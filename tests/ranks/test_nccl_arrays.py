@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda.core import Buffer
 from cuda.core import Device as CoreDevice
 from helpers.capsule import Exporter
 from helpers.held import Held
@@ -135,6 +136,19 @@ def test_arrays_by_dlpack(comm: Communicator, memory: DeviceMemory, device: Devi
         comm.all_reduce(made)
     comm.all_reduce(made, stream=memory.stream)
     assert made.streams[-1] == memory.stream and (own.get().astype(float) == TOTAL).all()
+
+
+def test_buffers_of_cuda_core(comm: Communicator, memory: DeviceMemory, device: Device) -> None:
+    """A buffer of cuda.core is its bytes; one that was closed is refused by name."""
+    CoreDevice(device.ordinal).set_current()
+    own = DeviceArray(memory, np.full(8, RANK + 1, np.int8))
+    buffer = Buffer.from_handle(own.pointer, 8, owner=own)
+    comm.all_reduce(buffer, stream=memory.stream)
+    assert (own.get() == TOTAL).all()
+    buffer.close()
+    with pytest.raises(TypeError, match=r"sendbuf \(cuda\.core.*Buffer\) does not give its memory .*closed"):
+        comm.all_reduce(buffer, stream=memory.stream)
+    assert comm.sequence == 1 and comm.is_healthy()
 
 
 def test_a_stream_must_be_given_where_none_is_known(comm: Communicator, memory: DeviceMemory) -> None:

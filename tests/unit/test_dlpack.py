@@ -78,6 +78,7 @@ def test_jax_arrays_are_never_written_to() -> None:
     Array.__module__ = "jaxlib._jax"
     array = Array(4096, (2,), (4, 16))
     assert device_view(array, "x", writable=False).dtype is DType.BFLOAT16
+    assert array.streams == [1], "JAX would take -1 for the handle of a stream"
     with pytest.raises(ValueError, match="x is read-only"):
         device_view(array, "x", writable=True)
 

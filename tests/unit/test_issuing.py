@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.nccl_recorder import FACTS, Recorder
 
 from butter_mpi.collectives import RULES, Operation
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.enums import DType, PreMulSum, ReduceOp
 from butter_mpi.errors import NCCLError
 from butter_mpi.planes.issuing import Issuer, Kept
+from butter_mpi.planes.memory import factor_of
 
 WIDE = 0xFEDC_BA98_7654_3210
 COMM, STREAM, SEND, RECV, COUNT = WIDE, WIDE + 1, WIDE + 2, WIDE + 3, 2**33 + 1
@@ -45,6 +49,12 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     return Recorder(tmp_path_factory.mktemp("recorder"), FACTS["headers"][0][-1])
 
 
+@pytest.fixture(scope="module")
+def oldest(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    """The recorder as the oldest known release."""
+    return Recorder(tmp_path_factory.mktemp("oldest"), FACTS["headers"][0][0])
+
+
 @pytest.fixture
 def issuer(recorder: Recorder) -> Issuer:
     """An issuer of rank 1 of 8, on a device that makes events and nothing else."""
@@ -68,6 +78,65 @@ def test_every_argument_arrives_whole(issuer: Issuer, recorder: Recorder, kind: 
     """The function of this kind is called, once, with all of its arguments in their places."""
     issuer.issue(COMM, [made(kind)])
     assert recorder.said == CALLS[kind][1:]
+
+
+PAIRWISE = {
+    "gather": ([("send", 3, SEND)], [(peer, RECV + peer * 4 * COUNT) for peer in range(8)]),
+    "scatter": ([("recv", 3, RECV)], [(peer, SEND + peer * 4 * COUNT) for peer in range(8)]),
+    "all_to_all": (
+        [("send", peer, SEND + peer * 4 * COUNT) for peer in range(8)]
+        + [("recv", peer, RECV + peer * 4 * COUNT) for peer in range(8)],
+        [],
+    ),
+}
+"""Where it moves, by rank 1, and by the root, which does the other half for each peer besides."""
+
+
+@pytest.mark.parametrize("kind", PAIRWISE)
+def test_an_older_library_gets_sends_and_receives(
+    issuer: Issuer, oldest: Recorder, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came with 2.28 is composed for an older library, in one group, block by block; newer ones get the call."""
+    device: Any = SimpleNamespace(make_event=lambda: 8, destroy_event=lambda _event: None)
+    old = Issuer(oldest.library, device, Kept(device), 1, 8)
+    said: list[tuple[str, int, int]] = []
+
+    def hear(_comm: int, calls: Sequence[Operation]) -> None:
+        said.extend((call.kind, call.peer or 0, call.send if call.kind == "send" else call.recv) for call in calls)
+        assert {(call.count, call.root) for call in calls} == {(COUNT, None)}
+
+    monkeypatch.setattr(old, "_group", hear)
+    monkeypatch.setattr(old, "_call", lambda comm, call: hear(comm, [call]))
+    old.issue(COMM, [made(kind)])
+    assert said == PAIRWISE[kind][0]
+    # The first exchange of two ranks connects them, whatever call it is of.
+    wanted = {(peer, way) for way, peer, _ in PAIRWISE[kind][0]}
+    assert old.pairs([made(kind)]) == issuer.pairs([made(kind)]) == wanted
+    if PAIRWISE[kind][1]:
+        said.clear()
+        old.issue(COMM, [replace(made(kind), root=1)])
+        other, own = ("recv", "send") if kind == "gather" else ("send", "recv")
+        at = {"send": SEND, "recv": RECV}[own]
+        both = [(own, 1, at)], [(other, peer, where) for peer, where in PAIRWISE[kind][1]]
+        assert said == [one for half in (both if kind == "gather" else both[::-1]) for one in half]
+
+
+def test_a_factor_is_an_operator_while_the_call_lasts(issuer: Issuer, recorder: Recorder) -> None:
+    """The operator is made of one element of the type, used, and given back."""
+    names: list[str] = []
+    real = issuer._library
+    library: Any = SimpleNamespace(
+        function=lambda name: names.append(name) or real.function(name),
+        untyped=lambda name: names.append(name) or real.untyped(name),
+        constant=real.constant,
+    )
+    issuer._library = library
+    operation = replace(made("all_reduce"), op=PreMulSum(0.5))
+    issuer.issue(COMM, [operation])
+    wanted = ["ncclRedOpCreatePreMulSum", "ncclAllReduce", "ncclRedOpDestroy"]
+    assert list(dict.fromkeys(names)) == wanted
+    assert recorder.said == ("ncclRedOpDestroy", {"op": "42", "comm": hex(COMM)})
+    assert factor_of(operation).tobytes() == np.float32(0.5).tobytes()
 
 
 @pytest.mark.parametrize("kind", CALLS)
