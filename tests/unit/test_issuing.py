@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -125,11 +125,15 @@ def test_a_factor_is_an_operator_while_the_call_lasts(issuer: Issuer, recorder: 
     """The operator is made of one element of the type, used, and given back."""
     names: list[str] = []
     real = issuer._library
-    library: Any = SimpleNamespace(
-        function=lambda name: names.append(name) or real.function(name),
-        untyped=lambda name: names.append(name) or real.untyped(name),
-        constant=real.constant,
-    )
+
+    def named(how: Callable[[str], Any]) -> Callable[[str], Any]:
+        def call(name: str) -> Any:
+            names.append(name)
+            return how(name)
+
+        return call
+
+    library: Any = SimpleNamespace(function=named(real.function), untyped=named(real.untyped), constant=real.constant)
     issuer._library = library
     operation = replace(made("all_reduce"), op=PreMulSum(0.5))
     issuer.issue(COMM, [operation])
