@@ -6,6 +6,8 @@ Streams, events and pointers are integers. Every function names the C function i
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from butter_mpi.cuda import call, load_driver, ordinal_of
@@ -26,6 +28,7 @@ _HANDLE_ALIGNMENT = 8
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _NOT_READY = 600
+_CAPTURED_EVENT = 907
 _INVALID_VALUE = 1
 _HOST_MEMORY = 1
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
@@ -157,14 +160,14 @@ class Device:
         return self._done("cuStreamQuery", stream)
 
     def event_ready(self, event: int) -> bool:
-        """Return whether what an event stands for is done (``cuEventQuery``)."""
+        """Return whether what an event stands for is done (``cuEventQuery``); work in a captured graph never is."""
         return self._done("cuEventQuery", event)
 
     def _done(self, name: str, handle: int) -> bool:
         try:
             self.call(name, handle)
         except CUDAError as error:
-            if error.code == _NOT_READY:
+            if error.code in (_NOT_READY, _CAPTURED_EVENT):
                 return False
             raise
         return True
@@ -221,6 +224,16 @@ class Device:
             if error.code == _IMPLICITLY_CAPTURED:
                 return True
             raise
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Let this thread query events in the body while some other stream is captured, which the query would spoil."""
+        modes = self._driver.CUstreamCaptureMode
+        before = self.call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", before)
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.

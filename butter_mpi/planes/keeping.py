@@ -72,11 +72,14 @@ class Keeping:
 
     def release(self) -> None:
         """Let go of what streams have passed."""
-        for stream, line in list(self._streams.items()):
-            while line and line[0].marked and self._device.event_ready(line[0].event):
-                self._idle.append(line.popleft().event)
-            if not line:
-                del self._streams[stream]
+        if not any(line[0].marked for line in self._streams.values()):
+            return
+        with self._device.beside_captures():
+            for stream, line in list(self._streams.items()):
+                while line and line[0].marked and self._device.event_ready(line[0].event):
+                    self._idle.append(line.popleft().event)
+                if not line:
+                    del self._streams[stream]
 
     def leave(self) -> None:
         """Let go of what streams have passed, now and, of what they have not, when the next communicator leaves."""

@@ -52,8 +52,8 @@ class OnDevice(Plane):
                     self._order(stream, operation.stream)
 
     def _keep(self, operations: Sequence[Operation]) -> None:
-        self._keeping.release()
         self._keeping.add(operations)
+        self._keeping.release()
 
     def _lead(self, operations: Sequence[Operation]) -> None:
         self._keeping.mark()

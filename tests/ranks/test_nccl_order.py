@@ -62,6 +62,18 @@ def test_buffer_is_kept_until_its_stream_has_passed(
     assert comm.is_healthy() and reference() is None
 
 
+def test_a_look_at_kept_buffers_spoils_no_capture(
+    comm: Communicator, device: Device, make: Make, streams: tuple[int, int]
+) -> None:
+    """While another stream is captured, in the mode that forbids most, operations and looks leave the capture valid."""
+    one, other = make(streams[0]), make(streams[0])
+    comm.all_reduce(one)
+    device.call("cuStreamBeginCapture", streams[1], driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    comm.all_reduce(other)
+    assert comm.is_healthy()
+    device.call("cuGraphDestroy", device.call("cuStreamEndCapture", streams[1]))
+
+
 def produce(device: Device, array: DeviceArray, stream: int) -> None:
     """Put the work that makes the content on a stream."""
     device.copy(array.pointer, OWN.ctypes.data, OWN.nbytes, stream)
