@@ -237,8 +237,9 @@ def patched(name, value, owner=Communicator):
 @contextlib.contextmanager
 def taken():
     # An event that is captured could not be queried any more.
-    with patched("_captured", lambda self, stream: False, Device), patched("add", lambda self, operations: None, Keeping):
-        yield
+    with patched("_captured", lambda self, stream: False, Device):
+        with patched("add", lambda self, operations: None, Keeping):
+            yield
 
 def until_done(device, stream):
     while not device.ready(stream):
