@@ -213,7 +213,10 @@ class Plane(Submitting):
         rule, dtype = RULES[kind], DType.parse(dtype)
         if op is not None:
             op = parse_op(op)
-            check_op(op, dtype)
+            try:
+                check_op(op, dtype)
+            except ValueError as error:
+                raise ValueError(f"{self.who}: {kind}: {error}") from None
         _whole("nbytes", nbytes, 0, _LARGEST)
         if nbytes % dtype.itemsize:
             raise ValueError(f"{self.who}: {kind}: {nbytes} bytes are no whole number of {dtype.label} elements")

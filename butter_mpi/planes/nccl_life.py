@@ -102,6 +102,7 @@ class NcclLife(OnDevice, PeerPlane):
         self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
         self._event = kept.event()
         self._keeping = Keeping(device)
+        kept.callback(self._keeping.clear)
         self._issuer = Issuer(self._library, device, kept, self._rank, self._world_size)
         self._barrier_buffer = kept.buffer(_BARRIER_BYTES)
         device.fill(self._barrier_buffer, 0, _BARRIER_BYTES, self.stream)
@@ -271,7 +272,6 @@ class NcclLife(OnDevice, PeerPlane):
             call.wait()
         if self._device is not None:
             self._device.make_current()
-            self._keeping.clear()
             self._kept.close()
         if ending is not None:
             ending.result(Watch(None), "destroying")

@@ -291,6 +291,7 @@ def test_add_kernel_is_agreed_on(backend: CommBackend) -> None:
         (lambda b, p, s: b.all_reduce(0, 4), "pointer must be from 1"),
         (lambda b, p, s: b.all_reduce(p, 4, dtype="bit"), "dtype must be one of"),
         (lambda b, p, s: b.all_reduce(p, 4, op="xor"), "op must be one of"),
+        (lambda b, p, s: b.all_reduce(p, 4, dtype="bool", op="avg"), "^rank .*all_reduce: op avg is none of bool"),
         (lambda b, p, s: b.broadcast(p, 4, SIZE), f"root must be from 0 to {SIZE - 1}"),
         (lambda b, p, s: b.broadcast(p, 4, -1), "root must be from 0"),
         (lambda b, p, s: b.send_to(p, 4, SIZE, s), "peer must be from 0"),

@@ -209,6 +209,15 @@ def test_memory_of_another_device(comm: Communicator, array: Callable[..., Devic
     assert good.get() == TOTAL and comm.sequence == 1
 
 
+def test_freed_memory(comm: Communicator, array: Callable[..., DeviceArray], device: Device) -> None:
+    """Memory that went back to the driver is refused, whatever the array still says."""
+    pointer = device.alloc(64)
+    device.free(pointer)
+    with pytest.raises(ValueError, match=r"sendbuf is host memory, or was freed; .* works on memory of cuda"):
+        comm.all_reduce(array(np.zeros(4), data=(pointer, False)))
+    assert comm.sequence == 0 and comm.is_healthy()
+
+
 def test_sums_of_8_bit_floats_need_the_hardware(
     comm: Communicator, array: Callable[..., DeviceArray], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
