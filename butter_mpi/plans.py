@@ -38,11 +38,13 @@ class Plan:
         What has to stay alive.
     """
 
-    __slots__ = ("_comm", "_here", "_keep", "_known", "_operations", "_submit")
+    __slots__ = ("_comm", "_here", "_keep", "_kept", "_known", "_operations", "_submit")
 
     def __init__(self, comm: Any, operations: Sequence[Operation], keep: Any) -> None:
         self._comm, self._submit = comm, comm._plane.submit
-        self._operations, self._keep = tuple(operations), keep
+        # Its arrays are kept here, and not anew by each call.
+        self._kept, self._keep = tuple(operations), keep
+        self._operations = tuple(replace(one, keep=()) for one in operations)
         # By each place that it is called at: the record of a submission names its place.
         self._known: dict[str, tuple[Operation, ...]] = {}
         # Where it was called last, and what is submitted there: one value, as two threads may call it.
@@ -64,10 +66,15 @@ class Plan:
         if frame.f_code is not code or frame.f_lasti != at:
             operations = self._at(call_site(2))
             self._here = frame.f_code, frame.f_lasti, operations
-        if len(operations) == 1 and self._comm._plan is None:
+        if len(operations) == 1 and self._comm._plan is None and self._comm._plane._group is None:
             self._submit(operations[0])
         else:
-            self._comm._submit(operations)
+            # A group may outlive this plan, and keeps the arrays itself.
+            both = zip(operations, self._kept, strict=True)
+            self._comm._submit(tuple(replace(one, keep=kept.keep) for one, kept in both))
+
+    def __del__(self) -> None:
+        self._comm._plane.let_go(self._kept)
 
     def _at(self, site: str) -> tuple[Operation, ...]:
         """Return the operations that name a place."""

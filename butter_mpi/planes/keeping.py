@@ -45,6 +45,7 @@ class Keeping:
         self._streams: dict[int, deque[_Kept]] = {}
         self._unmarked: list[_Kept] = []
         self._idle: list[int] = []
+        self._late: list[Sequence[Operation]] = []
 
     def add(self, operations: Sequence[Operation]) -> None:
         """Keep what operations use that are about to be submitted."""
@@ -70,8 +71,17 @@ class Keeping:
             kept.marked = True
         self._unmarked.clear()
 
+    def later(self, operations: Sequence[Operation]) -> None:
+        """Keep what operations use that were submitted before; a finalizer may call this, so it asks no driver."""
+        self._late.append(operations)
+
     def release(self) -> None:
         """Let go of what streams have passed."""
+        if self._late:
+            late, self._late = self._late, []
+            for operations in late:
+                self.add(operations)
+            self.mark()
         if not any(line[0].marked for line in self._streams.values()):
             return
         with self._device.beside_captures():
@@ -97,6 +107,7 @@ class Keeping:
         events = [*self._idle, *(kept.event for line in self._streams.values() for kept in line)]
         self._streams.clear()
         self._unmarked.clear()
+        self._late = []
         self._idle = []
         for event in events:
             self._device.destroy_event(event)

@@ -62,8 +62,12 @@ class OnDevice(Plane):
                 self._order(stream, operation.stream)
 
     def _keep(self, operations: Sequence[Operation]) -> None:
-        self._keeping.add(operations)
+        # First, as it marks what was submitted before, and these are not.
         self._keeping.release()
+        self._keeping.add(operations)
+
+    def let_go(self, operations: Sequence[Operation]) -> None:
+        self._keeping.later(operations)
 
     def _lead(self, operations: Sequence[Operation]) -> None:
         self._keeping.mark()

@@ -241,6 +241,9 @@ class Submitting(ABC):
     def _keep(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
         """Keep what operations read and write alive until their streams have passed them."""
 
+    def let_go(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
+        """Keep what was submitted before until its streams have passed it; a finalizer calls this."""
+
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         """Move the data of operations that are numbered and in the order that all ranks agree on."""
