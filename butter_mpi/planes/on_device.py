@@ -67,6 +67,7 @@ class OnDevice(Plane):
         self._keeping.add(operations)
 
     def let_go(self, operations: Sequence[Operation]) -> None:
+        """Keep what was submitted before until its streams have passed it; asks no driver."""
         self._keeping.later(operations)
 
     def _lead(self, operations: Sequence[Operation]) -> None:
