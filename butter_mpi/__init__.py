@@ -22,7 +22,7 @@ from butter_mpi._version import __version__, versions
 if TYPE_CHECKING:
     from butter_mpi.bootstrap import init
     from butter_mpi.communicator import Communicator
-    from butter_mpi.enums import DType, ReduceOp
+    from butter_mpi.enums import DType, PreMulSum, ReduceOp
     from butter_mpi.errors import (
         ButterError,
         CollectiveMismatchError,
@@ -58,6 +58,7 @@ __all__ = [
     "NCCLError",
     "NotSupportedError",
     "PeerLostError",
+    "PreMulSum",
     "PreflightError",
     "PreflightReport",
     "Receipt",
@@ -75,6 +76,7 @@ _HOME = {
     "Communicator": "communicator",
     "DType": "enums",
     "FaultPolicy": "settings",
+    "PreMulSum": "enums",
     "PreflightReport": "findings",
     "Receipt": "receipt",
     "ReduceOp": "enums",

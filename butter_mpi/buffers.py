@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from butter_mpi import dlpack
 from butter_mpi.enums import DType
 
-__all__ = ["ArrayView", "check_pair", "current_stream", "device_view", "stream_handle", "view"]
+__all__ = [
+    "ArrayView",
+    "check_apart",
+    "check_counts",
+    "check_pair",
+    "current_stream",
+    "device_view",
+    "starts",
+    "stream_handle",
+    "view",
+]
 
-_KINDS = {"f": "float", "i": "int", "u": "uint"}
+_KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
+_JAX = ("jax", "jaxlib")
 _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 
 
@@ -19,7 +32,8 @@ _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 class ArrayView:
     """A contiguous array as an operation sees it; ``owner`` keeps its memory alive. Nobody changes one.
 
-    ``stream`` is what the array names in ``__cuda_array_interface__``: work on it may be under way there.
+    ``stream`` is what the array names in ``__cuda_array_interface__``: work on it may be under way there. ``follow``
+    lets a stream come after what the array's library has under way; it is there where only the library knows.
     """
 
     pointer: int
@@ -28,6 +42,7 @@ class ArrayView:
     readonly: bool
     owner: Any
     stream: int | None = None
+    follow: Callable[[int], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -35,15 +50,15 @@ class ArrayView:
         return self.count * self.dtype.itemsize
 
 
-def view(array: Any, name: object, *, writable: bool) -> ArrayView:
+def view(array: Any, name: str, *, writable: bool) -> ArrayView:
     """Return how an operation sees `array`, without copying it.
 
     Parameters
     ----------
-    array : object with ``__array_interface__``
+    array : NumPy array, PyTorch tensor, or object with ``__array_interface__`` or ``__dlpack__``
         Any shape, C-contiguous, in this machine's byte order, host memory.
-    name : object
-        The argument's name, for messages: its text.
+    name : str
+        The argument's name, for messages.
     writable : bool
         Whether the operation writes into it.
 
@@ -63,6 +78,10 @@ def view(array: Any, name: object, *, writable: bool) -> ArrayView:
         raise TypeError(
             f"{name} is device memory ({_typename(array)}); this plane works on host memory: pass NumPy arrays"
         )
+    if _library_of(array) == "torch":
+        return _tensor_view(array, name, on_device=False)
+    if not hasattr(array, "__array_interface__") and hasattr(array, "__dlpack__"):
+        return _dlpack_view(array, name, writable=writable, on_device=False)
     interface = getattr(array, "__array_interface__", {})
     # A NumPy scalar shows the protocol too, over memory that is gone when this returns.
     if not isinstance(interface.get("data"), tuple) or not hasattr(array, "__setitem__"):
@@ -72,7 +91,7 @@ def view(array: Any, name: object, *, writable: bool) -> ArrayView:
     return _interface_view(array, interface, name, writable=writable)
 
 
-def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, writable: bool) -> ArrayView:
+def _interface_view(array: Any, interface: Mapping[str, Any], name: str, *, writable: bool) -> ArrayView:
     """Return what the array protocol says of host or device memory."""
     dtype = _dtype(array, interface["typestr"], name)
     shape, strides = interface["shape"], interface.get("strides")
@@ -84,10 +103,18 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, w
     pointer, readonly = interface["data"]
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {shape}, {dtype.label})")
-    return ArrayView(pointer if count else 0, count, dtype, readonly, array, _named_stream(interface, name))
+    stream = _named_stream(interface, name)
+    return ArrayView(_memory(pointer, count, name), count, dtype, readonly, array, stream)
 
 
-def _named_stream(interface: Mapping[str, Any], name: object) -> int | None:
+def _memory(pointer: int | None, count: int, name: str) -> int:
+    """Return the address, 0 where there are no elements."""
+    if count and not pointer:
+        raise ValueError(f"{name} has {count} elements and no memory; it was freed")
+    return int(pointer or 0) if count else 0
+
+
+def _named_stream(interface: Mapping[str, Any], name: str) -> int | None:
     stream = interface.get("stream")
     try:
         return None if stream is None else stream_handle(stream)
@@ -95,15 +122,15 @@ def _named_stream(interface: Mapping[str, Any], name: object) -> int | None:
         raise TypeError(f"{name}: {error}") from None
 
 
-def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
+def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
     """Return how an operation sees an array in device memory, without copying it.
 
     Parameters
     ----------
-    array : CuPy array, PyTorch tensor, or any object with ``__cuda_array_interface__``
+    array : CuPy array, PyTorch tensor, or any object with ``__cuda_array_interface__`` or ``__dlpack__``
         Any shape, C-contiguous.
-    name : object
-        The argument's name, for messages: its text.
+    name : str
+        The argument's name, for messages.
     writable : bool
         Whether the operation writes into it.
 
@@ -119,12 +146,16 @@ def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
     ValueError
         Strided, read-only while it is to be written, or an element type that no operation has.
     """
-    if _library_of(array) == "torch":
-        return _tensor_view(array, name)
+    library = _library_of(array)
+    if library == "torch":
+        return _tensor_view(array, name, on_device=True)
+    # JAX's array interface knows neither streams nor bfloat16.
+    if hasattr(array, "__dlpack__") and (library in _JAX or not _shows(array)):
+        return _dlpack_view(array, name, writable=writable, on_device=True)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         raise TypeError(
-            f"{name} must be an array in device memory (CuPy, PyTorch, Numba), which this plane works on; got "
+            f"{name} must be an array in device memory (CuPy, PyTorch, JAX, Numba), which this plane works on; got "
             f"{_typename(array)}"
         )
     if interface.get("mask") is not None:
@@ -132,13 +163,18 @@ def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
     return _interface_view(array, interface, name, writable=writable)
 
 
-def _tensor_view(tensor: Any, name: object) -> ArrayView:
+def _shows(array: Any) -> bool:
+    return hasattr(array, "__cuda_array_interface__") or hasattr(array, "__array_interface__")
+
+
+def _tensor_view(tensor: Any, name: str, *, on_device: bool) -> ArrayView:
     """PyTorch's array interface refuses bfloat16 and what needs gradients, so a tensor is asked itself.
 
     It names no stream there: streams other than the current one are the user's to order, by PyTorch's rules.
     """
-    if not tensor.is_cuda:
-        raise TypeError(f"{name} is a PyTorch tensor on {tensor.device}; this plane works on device memory: .cuda()")
+    if tensor.is_cuda is not on_device:
+        wanted, how = ("device", ".cuda()") if on_device else ("host", ".cpu()")
+        raise TypeError(f"{name} is a PyTorch tensor on {tensor.device}; this plane works on {wanted} memory: {how}")
     label = str(tensor.dtype).removeprefix("torch.")
     try:
         dtype = DType.parse(label)
@@ -150,7 +186,37 @@ def _tensor_view(tensor: Any, name: object) -> ArrayView:
             f"{name} is not contiguous (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} elements); "
             ".contiguous() makes a copy"
         )
-    return ArrayView(int(tensor.data_ptr()) if count else 0, count, dtype, False, tensor)
+    if dtype.label.startswith("complex") and (tensor.is_conj() or tensor.is_neg()):
+        raise ValueError(f"{name} is a conjugate that PyTorch has not computed yet; resolve_conj() makes a copy")
+    return ArrayView(_memory(tensor.data_ptr(), count, name), count, dtype, False, tensor)
+
+
+def _dlpack_view(array: Any, name: str, *, writable: bool, on_device: bool) -> ArrayView:
+    """Return what an array says by DLPack; what its library has under way, an operation is ordered after."""
+    try:
+        # JAX takes any number for a stream's handle, also the one that means none.
+        jax = _library_of(array) in _JAX
+        seen = dlpack.look(array, dlpack.LEGACY_STREAM if jax else dlpack.NO_ORDER)
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} ({_typename(array)}) does not give its memory by DLPack: {error}") from None
+    if seen.on_device is not on_device:
+        wanted = "device" if on_device else "host"
+        raise TypeError(f"{name} ({_typename(array)}) is not in {wanted} memory, which this plane works on")
+    try:
+        dtype = DType.parse(seen.dtype)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    # Strides there are in elements, which only matters for what is refused.
+    if seen.strides is not None and not _contiguous(seen.shape, seen.strides, 1):
+        raise ValueError(
+            f"{name} is not C-contiguous (shape {seen.shape}, strides {seen.strides} elements); make a copy that is"
+        )
+    readonly = seen.readonly or jax
+    if writable and readonly:
+        raise ValueError(f"{name} is read-only and would be written to (shape {seen.shape}, {dtype.label})")
+    count = _count(seen.shape)
+    follow = (lambda stream: dlpack.follow(array, stream)) if on_device else None
+    return ArrayView(_memory(seen.pointer, count, name), count, dtype, readonly, array, follow=follow)
 
 
 def _library_of(array: Any) -> str:
@@ -210,7 +276,9 @@ def current_stream(seen: ArrayView) -> int | None:
     return seen.stream
 
 
-def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: object) -> int:
+def check_pair(
+    send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: str, *, in_place: bool = True
+) -> int:
     """Return the count of one block after checking two buffers against each other.
 
     Parameters
@@ -218,11 +286,13 @@ def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: 
     send, recv : ArrayView
         The two buffers.
     blocks : tuple of two int
-        Blocks in each; one of them is 1.
+        Blocks in each.
     rank : int
         This rank: its block is the one that may be in place.
-    what : object
-        Who and what, for messages: its text.
+    what : str
+        Who and what, for messages.
+    in_place : bool, default True
+        Whether this rank's own block may be in place.
 
     Returns
     -------
@@ -235,33 +305,90 @@ def check_pair(send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: 
         Types or counts differ, or the buffers overlap other than in place.
     """
     send_blocks, recv_blocks = blocks
-    if send.dtype is not recv.dtype:
-        raise ValueError(f"{what}: sendbuf is {send.dtype.label} and recvbuf {recv.dtype.label}; they must be equal")
+    _check_types(send, recv, what)
     if send.count * recv_blocks != recv.count * send_blocks:
+        times = recv_blocks // send_blocks
         side, have, need, other = (
-            ("recvbuf", recv.count, send.count * recv_blocks, f"sendbuf {send.count} x {recv_blocks}")
-            if send_blocks == 1
+            ("recvbuf", recv.count, send.count * times, f"sendbuf {send.count} x {times}")
+            if times
             else ("sendbuf", send.count, recv.count * send_blocks, f"recvbuf {recv.count} x {send_blocks}")
         )
         raise ValueError(f"{what}: {side} has {have} elements, needs {need} ({other})")
     one = send.count // send_blocks
-    step = one * send.dtype.itemsize
-    apart = send.pointer + send.nbytes <= recv.pointer or recv.pointer + recv.nbytes <= send.pointer
-    in_place = recv.pointer + (rank * step if recv_blocks > 1 else 0) == send.pointer + (
-        rank * step if send_blocks > 1 else 0
-    )
-    if one and not apart and not in_place:
-        raise ValueError(
-            f"{what}: sendbuf and recvbuf overlap; pass buffers that do not, or for in place this rank's own block"
-        )
+    if one * send_blocks != send.count:
+        raise ValueError(f"{what}: sendbuf has {send.count} elements, which are no {send_blocks} equal blocks")
+    own = rank * one
+    if in_place:
+        _check_overlap(send, recv, (own if send_blocks > 1 else 0, own if recv_blocks > 1 else 0), what)
+    else:
+        check_apart(send, recv, what)
     return one
+
+
+def _check_types(send: ArrayView, recv: ArrayView, what: str) -> None:
+    if send.dtype is not recv.dtype:
+        raise ValueError(f"{what}: sendbuf is {send.dtype.label} and recvbuf {recv.dtype.label}; they must be equal")
+
+
+def _check_overlap(send: ArrayView, recv: ArrayView, own: tuple[int, int], what: str) -> None:
+    """Refuse buffers that share memory, but for this rank's own block, which begins at element `own` of each."""
+    size = send.dtype.itemsize
+    if send.pointer + own[0] * size != recv.pointer + own[1] * size:
+        check_apart(send, recv, what, ", or for in place this rank's own block")
+
+
+def check_apart(send: ArrayView, recv: ArrayView, what: str, remedy: str = "") -> None:
+    """Refuse buffers that share memory.
+
+    Raises
+    ------
+    ValueError
+        They do.
+    """
+    apart = send.pointer + send.nbytes <= recv.pointer or recv.pointer + recv.nbytes <= send.pointer
+    if send.count and recv.count and not apart:
+        raise ValueError(f"{what}: sendbuf and recvbuf overlap; pass buffers that do not{remedy}")
+
+
+def check_counts(
+    send: ArrayView,
+    recv: ArrayView,
+    counts: tuple[Sequence[int] | None, Sequence[int] | None],
+    rank: int,
+    what: str,
+) -> None:
+    """Check two buffers against the counts that say how each is cut; ``None``: it is one block.
+
+    Raises
+    ------
+    ValueError
+        Types or counts differ, or the buffers overlap other than in place.
+    """
+    _check_types(send, recv, what)
+    own = []
+    for name, buffer, cuts in zip(("sendbuf", "recvbuf"), (send, recv), counts, strict=True):
+        own.append((buffer.count, 0) if cuts is None else (cuts[rank], sum(cuts[:rank])))
+        if cuts is not None and sum(cuts) != buffer.count:
+            raise ValueError(f"{what}: {name} has {buffer.count} elements, needs {sum(cuts)} (the sum of its counts)")
+    (sends, send_at), (receives, recv_at) = own
+    if sends != receives:
+        raise ValueError(f"{what}: this rank's own block is {sends} elements of sendbuf and {receives} of recvbuf")
+    if None in counts:
+        _check_overlap(send, recv, (send_at, recv_at), what)
+    else:
+        check_apart(send, recv, what)
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Return where each block begins, of blocks that lie one behind another."""
+    return [0, *itertools.accumulate(counts)][: len(counts)]
 
 
 def _typename(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
-def _dtype(array: Any, typestr: str, name: object) -> DType:
+def _dtype(array: Any, typestr: str, name: str) -> DType:
     label = getattr(getattr(array, "dtype", None), "name", None) or _label(typestr)
     if typestr.startswith(_FOREIGN_ENDIAN):
         raise ValueError(f"{name} is {label} in foreign byte order ({typestr}); astype to the native one first")
@@ -273,6 +400,8 @@ def _dtype(array: Any, typestr: str, name: object) -> DType:
 
 def _label(typestr: str) -> str:
     """Return the name of an element type in the array protocol: ``<f4`` is ``float32``."""
+    if typestr[1:] == "b1":
+        return "bool"
     kind, size = _KINDS.get(typestr[1:2]), typestr[2:]
     return f"{kind}{8 * int(size)}" if kind and size.isdigit() else typestr
 

@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from sys import _getframe
 from types import CodeType, FrameType
 from typing import Any
 
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.enums import DType, PreMulSum, ReduceOp, parse_op
 from butter_mpi.settings import shown
 
-__all__ = ["RULES", "Operation", "Rule", "call_site", "check_plan", "control_signature", "signature"]
+__all__ = [
+    "RULES",
+    "Operation",
+    "Rule",
+    "call_site",
+    "carried",
+    "check_op",
+    "check_plan",
+    "control_signature",
+    "pairs_of",
+    "signature",
+]
 
-_INSIDE = ("butter_mpi.communicator", "butter_mpi.plans", "butter_mpi.planes", "butter_mpi.lane", "contextlib")
+_INSIDE = (
+    *("butter_mpi.communicator", "butter_mpi.exchanges", "butter_mpi.plans", "butter_mpi.arguments"),
+    *("butter_mpi.planes", "butter_mpi.lane", "contextlib"),
+)
 _LONGEST_SITE = 120
 _MOST_SITES = 4096
 # By code and instruction, which are cheaper to ask for than a line; empty: inside this library. Codes are kept, so that
@@ -28,13 +42,22 @@ _CODES: list[CodeType] = []
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which buffers an operation has (in blocks of ``count`` elements; -1: one a rank), and who takes part."""
+    """Which buffers an operation has (in blocks of ``count`` elements; -1: one a rank), and who takes part.
+
+    ``from_root``: only root sends; ``to_root``: only root receives. ``uneven``: every rank has counts of its own, so
+    the operation is a name and a number that all ranks compare, and its data goes by sends and receives that are
+    submitted with it and compared pair by pair.
+    """
 
     send_blocks: int
     recv_blocks: int
     reduces: bool = False
     rooted: bool = False
     paired: bool = False
+    from_root: bool = False
+    to_root: bool = False
+    in_place: bool = True
+    uneven: bool = False
 
 
 RULES: Mapping[str, Rule] = {
@@ -45,7 +68,30 @@ RULES: Mapping[str, Rule] = {
     "barrier": Rule(0, 0),
     "send": Rule(1, 0, paired=True),
     "recv": Rule(0, 1, paired=True),
+    "reduce": Rule(1, 1, reduces=True, rooted=True, to_root=True),
+    "gather": Rule(1, -1, rooted=True, to_root=True),
+    "scatter": Rule(-1, 1, rooted=True, from_root=True),
+    "all_to_all": Rule(-1, -1, in_place=False),
+    "gather_v": Rule(0, 0, rooted=True, uneven=True),
+    "scatter_v": Rule(0, 0, rooted=True, uneven=True),
+    "all_to_all_v": Rule(0, 0, uneven=True),
 }
+
+_CARRIERS = {
+    DType.INT16: (DType.UINT8, 2),
+    DType.UINT16: (DType.UINT8, 2),
+    DType.BOOL: (DType.UINT8, 1),
+    DType.COMPLEX64: (DType.FLOAT32, 2),
+    DType.COMPLEX128: (DType.FLOAT64, 2),
+}
+_WHOLE = (DType.INT16, DType.UINT16)
+_BOOL_OPS = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.PROD: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+}
+_PAIRS_OF_REALS = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 _ONE_CALL = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -69,7 +115,7 @@ class Operation:
     dtype: DType
     send: int = 0
     recv: int = 0
-    op: ReduceOp | None = None
+    op: ReduceOp | PreMulSum | None = None
     root: int | None = None
     peer: int | None = None
     site: str = "?"
@@ -78,13 +124,15 @@ class Operation:
     waits: bool = False
     waits_for_ever: bool = False
     named: tuple[int, ...] = ()
+    keep: tuple[Any, ...] = field(default=(), compare=False)
     plain: bool = field(default=False, init=False, compare=False, repr=False)
     code: Any = field(default=None, init=False, compare=False, repr=False)
     call: Any = field(default=None, init=False, compare=False, repr=False)
     issued: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.plain = self.kind in _ONE_CALL and not (self.aside or self.waits)
+        special = self.aside or self.waits or not self.dtype.native or isinstance(self.op, PreMulSum)
+        self.plain = self.kind in _ONE_CALL and not special
 
     @property
     def rule(self) -> Rule:
@@ -95,6 +143,59 @@ class Operation:
     def nbytes(self) -> int:
         """Bytes of one block."""
         return self.count * self.dtype.itemsize
+
+
+def check_op(op: ReduceOp | PreMulSum, dtype: DType) -> None:
+    """Raise where an element type has no such reduction.
+
+    Raises
+    ------
+    ValueError
+        Truth values have "or" and "and" only, complex numbers what pairs of reals have; or a factor does not fit.
+    """
+    if dtype is DType.BOOL and op not in _BOOL_OPS:
+        raise ValueError(f"op {op.label} is none of bool, which has sum and max (or), prod and min (and)")
+    if dtype in (DType.COMPLEX64, DType.COMPLEX128) and not isinstance(op, PreMulSum) and op not in _PAIRS_OF_REALS:
+        raise ValueError(f"op {op.label} is none of {dtype.label}, which has sum, avg and PreMulSum")
+    if isinstance(op, PreMulSum) and "int" in dtype.label:
+        signed = dtype.label.startswith("int")
+        bits = 8 * dtype.itemsize - signed
+        low, high = -(2**bits) if signed else 0, 2**bits - 1
+        if not isinstance(op.factor, int) or not low <= op.factor <= high:
+            raise ValueError(f"factor of PreMulSum must be of {dtype.label}, {low} to {high}; got {op.factor!r}")
+
+
+def carried(operation: Operation) -> Operation:
+    """Return an operation as planes move it: what NCCL has no type for goes as elements of one that it has.
+
+    Reductions of 16-bit integers have no other type: they stay as they are.
+    """
+    dtype = operation.dtype
+    if dtype.native or (operation.op is not None and dtype in _WHOLE):
+        return operation
+    carrier, parts = _CARRIERS[dtype]
+    op = operation.op
+    if dtype is DType.BOOL and isinstance(op, ReduceOp):
+        op = _BOOL_OPS[op]
+    return replace(operation, dtype=carrier, count=operation.count * parts, op=op)
+
+
+def pairs_of(operation: Operation, rank: int, world_size: int) -> list[Operation]:
+    """Return a gather, scatter or all_to_all as the sends and receives of one rank that move the same data."""
+    rule, step, every = operation.rule, operation.nbytes, range(world_size)
+    root = [peer for peer in every if peer == operation.root]
+    senders, receivers = root if rule.from_root else every, root if rule.to_root else every
+    send_step, recv_step = (step if blocks < 0 else 0 for blocks in (rule.send_blocks, rule.recv_blocks))
+    pair = replace(operation, root=None)
+    sends = [
+        replace(pair, kind="send", send=pair.send + peer * send_step, peer=peer)
+        for peer in (receivers if rank in senders else ())
+    ]
+    recvs = [
+        replace(pair, kind="recv", recv=pair.recv + peer * recv_step, peer=peer)
+        for peer in (senders if rank in receivers else ())
+    ]
+    return [*sends, *recvs]
 
 
 def signature(operation: Operation, number: int) -> dict[str, Any]:
@@ -120,7 +221,8 @@ def control_signature(kind: str, number: int, site: str) -> dict[str, Any]:
 
 def describe(record: Mapping[str, Any]) -> str:
     """Return a signature as people read it: ``all_reduce #41 (float32 x 1024, sum) at train.py:33``."""
-    facts = f"{record['dtype']} x {record['count']}"
+    rule = RULES.get(record["kind"])
+    facts = record["dtype"] if rule is not None and rule.uneven else f"{record['dtype']} x {record['count']}"
     if record["op"]:
         facts += f", {record['op']}"
     if record["root"] is not None:
@@ -207,7 +309,7 @@ def check_plan(plan: Mapping[str, Any] | None, world_size: int | None = None) ->
         raise TypeError(f"plan must be a mapping with the keys {', '.join(_PLAN_KEYS)}; got {type(plan).__name__}")
     _known("plan key", plan, _PLAN_KEYS)
     kind = plan.get("operation")
-    collectives = [name for name, rule in RULES.items() if not rule.paired]
+    collectives = [name for name, rule in RULES.items() if not rule.paired and not rule.uneven]
     _known("plan operation", [kind], collectives)
     rule, count = RULES[str(kind)], plan.get("count", 0)
     if not _is_whole(count, _MOST_ELEMENTS):
@@ -223,9 +325,14 @@ def check_plan(plan: Mapping[str, Any] | None, world_size: int | None = None) ->
         "operation": kind,
         "count": count,
         "dtype": DType.parse(plan.get("dtype", "uint8")).label,
-        "op": ReduceOp.parse(plan["op"]).label if rule.reduces else None,
+        "op": _planned_op(plan["op"]) if rule.reduces else None,
         "root": plan.get("root"),
     }
+
+
+def _planned_op(op: Any) -> str:
+    """Return the name of an operator; the factor of a sum that multiplies first is each rank's own."""
+    return PreMulSum.label if op == PreMulSum.label else parse_op(op).label
 
 
 def _is_whole(value: Any, most: int) -> bool:

@@ -7,16 +7,16 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from butter_mpi.buffers import ArrayView, check_pair, current_stream, device_view, stream_handle, view
-from butter_mpi.collectives import RULES, Operation, call_site
-from butter_mpi.device import same_stream
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.arguments import Arguments, Operations
+from butter_mpi.collectives import Operation
+from butter_mpi.enums import PreMulSum, ReduceOp
 from butter_mpi.errors import PeerLostError, text_of
+from butter_mpi.exchanges import Exchanges
 from butter_mpi.planes import CommBackend
 from butter_mpi.planes.base import Plane
 from butter_mpi.plans import Plans
@@ -24,21 +24,6 @@ from butter_mpi.plans import Plans
 __all__ = ["Communicator"]
 
 _POLL_SECONDS = 0.005
-_CALLER = 3
-"""Frames from ``call_site`` to whoever called an operation, at least."""
-
-
-class _What:
-    """Who and what a message is about, put into words only where there is a message."""
-
-    __slots__ = ("_comm", "_kind", "_name")
-
-    def __init__(self, comm: Communicator, kind: str, name: str) -> None:
-        self._comm, self._kind, self._name = comm, kind, name
-
-    def __str__(self) -> str:
-        name = f": {self._name}" if self._name else ""
-        return f"{self._comm._plane.who}: {self._kind} #{self._comm.sequence + 1}{name}"
 
 
 class _Group:
@@ -57,15 +42,17 @@ class _Group:
             self._plane.group_discard()
 
 
-class Communicator(Plans):
+class Communicator(Exchanges, Plans):
     """The ranks of a job, and the operations between them.
 
     Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after
     every check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons
-    nothing. On the ``host`` plane arrays are NumPy arrays (ml_dtypes' types too), ``stream`` is ``None``, and an
-    operation has completed when it returns. On the ``nccl`` plane arrays are in device memory (CuPy, PyTorch, anything
-    with ``__cuda_array_interface__``), and an operation is put on `stream`: the one given, else the current stream of
-    the library that the array is of. The ``solo`` plane of one rank is like the one that more ranks would have.
+    nothing. On the ``host`` plane arrays are in host memory (NumPy, ml_dtypes' types too, PyTorch, anything with
+    ``__dlpack__``), ``stream`` is ``None``, and an operation has completed when it returns. On the ``nccl`` plane they
+    are in device memory (CuPy, PyTorch, anything with ``__cuda_array_interface__`` or ``__dlpack__``), an operation is
+    put on `stream` (the one given, else the current stream of the library that the array is of), and what was handed
+    over is kept until its stream has passed the operation. The ``solo`` plane of one rank is like the one that more
+    ranks would have.
 
     As a context manager: a normal exit closes, an exception aborts.
     """
@@ -80,7 +67,7 @@ class Communicator(Plans):
         plan: Mapping[str, Any] | None,
         orphan: Callable[[Plane], None],
     ) -> None:
-        self._plane = plane
+        self._plane, self._arguments = plane, Arguments(plane)
         self._orphan = orphan
         self._plan = plan
         self._record = dict(record)
@@ -123,7 +110,7 @@ class Communicator(Plans):
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, sendbuf: Any, recvbuf: Any = None, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+        self, sendbuf: Any, recvbuf: Any = None, *, op: ReduceOp | PreMulSum | str = ReduceOp.SUM, stream: Any = None
     ) -> None:
         """Reduce `n` elements over all ranks; every rank gets the `n` results.
 
@@ -135,7 +122,7 @@ class Communicator(Plans):
             This rank's contribution.
         recvbuf : array, n elements of the same dtype, optional
             Where the result goes; without it, `sendbuf` (in place).
-        op : ReduceOp or str, default sum
+        op : ReduceOp, PreMulSum or str, default sum
             The reduction operator.
         stream : CUDA stream, optional
             The ordered stream: a handle, or an object of cuda.core, CuPy or PyTorch; without it, the current stream of
@@ -168,7 +155,7 @@ class Communicator(Plans):
         --------
         reduce_scatter : Each rank keeps one share. The C function is ``ncclAllReduce`` (``MPI_Iallreduce``).
         """
-        self._two("all_reduce", sendbuf, recvbuf, stream, op=self._op("all_reduce", op))
+        self._submit(self._arguments.collective("all_reduce", sendbuf, recvbuf, stream, op=op))
 
     def broadcast(self, buf: Any, root: int = 0, *, stream: Any = None) -> None:
         """Copy root's `n` elements to every rank.
@@ -198,9 +185,7 @@ class Communicator(Plans):
         --------
         all_gather : The C function is ``ncclBroadcast`` (``MPI_Ibcast``).
         """
-        self._check_rank("broadcast", "root", root)
-        whole = self._view("broadcast", "buf", buf, writable=root != self.rank)
-        self._submit("broadcast", whole.count, whole, whole, stream, root=root)
+        self._submit(self._arguments.broadcast(buf, root, stream))
 
     def all_gather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None) -> None:
         """Gather `n` elements from each rank; every rank gets ``world_size * n`` in rank order.
@@ -230,10 +215,10 @@ class Communicator(Plans):
         --------
         broadcast : The C function is ``ncclAllGather`` (``MPI_Iallgather``).
         """
-        self._two("all_gather", sendbuf, recvbuf, stream)
+        self._submit(self._arguments.collective("all_gather", sendbuf, recvbuf, stream))
 
     def reduce_scatter(
-        self, sendbuf: Any, recvbuf: Any, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+        self, sendbuf: Any, recvbuf: Any, *, op: ReduceOp | PreMulSum | str = ReduceOp.SUM, stream: Any = None
     ) -> None:
         """Reduce ``world_size * n`` elements over all ranks; rank `r` gets the `r`-th `n` of the results.
 
@@ -243,7 +228,7 @@ class Communicator(Plans):
             This rank's contribution; exactly that many, no remainder.
         recvbuf : array, n elements of the same dtype
             This rank's share of the result.
-        op : ReduceOp or str, default sum
+        op : ReduceOp, PreMulSum or str, default sum
             The reduction operator.
         stream : CUDA stream, optional
             As for ``all_reduce``.
@@ -264,7 +249,7 @@ class Communicator(Plans):
         --------
         all_reduce : The C function is ``ncclReduceScatter`` (``MPI_Ireduce_scatter_block``).
         """
-        self._two("reduce_scatter", sendbuf, recvbuf, stream, op=self._op("reduce_scatter", op))
+        self._submit(self._arguments.collective("reduce_scatter", sendbuf, recvbuf, stream, op=op))
 
     def barrier(self, *, stream: Any = None) -> None:
         """Order every rank's later work after every rank's earlier work.
@@ -290,7 +275,7 @@ class Communicator(Plans):
         --------
         all_reduce : NCCL has no barrier; its plane reduces one element of its own.
         """
-        self._submit("barrier", 0, None, None, stream)
+        self._submit(self._arguments.barrier(stream))
 
     def send(self, buf: Any, peer: int, *, stream: Any = None) -> None:
         """Send `n` elements to one rank, which calls ``recv`` with the same `n` and dtype.
@@ -320,9 +305,7 @@ class Communicator(Plans):
         --------
         recv, group : The C function is ``ncclSend`` (``MPI_Isend``).
         """
-        self._check_rank("send", "peer", peer)
-        whole = self._view("send", "buf", buf, writable=False)
-        self._submit("send", whole.count, whole, None, stream, peer=peer)
+        self._submit(self._arguments.pair("send", buf, peer, stream))
 
     def recv(self, buf: Any, peer: int, *, stream: Any = None) -> None:
         """Receive `n` elements from one rank, which calls ``send`` with the same `n` and dtype.
@@ -352,9 +335,7 @@ class Communicator(Plans):
         --------
         send, group : The C function is ``ncclRecv`` (``MPI_Irecv``).
         """
-        self._check_rank("recv", "peer", peer)
-        whole = self._view("recv", "buf", buf, writable=True)
-        self._submit("recv", whole.count, None, whole, stream, peer=peer)
+        self._submit(self._arguments.pair("recv", buf, peer, stream))
 
     def group(self) -> AbstractContextManager[None]:
         """Submit the operations of the body together, at its end.
@@ -539,7 +520,7 @@ class Communicator(Plans):
             self._orphan(plane)
             _warn(f"{self!r} was dropped without close(); use it as a context manager", ResourceWarning, stacklevel=2)
 
-    # -- arguments ---------------------------------------------------------------------------------------------------
+    # -- submitting ---------------------------------------------------------------------------------------------------
 
     def gather_records(self) -> list[dict[str, Any]]:
         """Return every rank's full preflight record, over the control plane; every rank calls it.
@@ -557,110 +538,17 @@ class Communicator(Plans):
         self.records = self.all_gather_json(self._record)
         return self.records
 
-    def _what(self, kind: str, name: str = "") -> _What:
-        return _What(self, kind, name)
-
-    def _op(self, kind: str, op: ReduceOp | str) -> ReduceOp:
-        try:
-            return ReduceOp.parse(op)
-        except ValueError as error:
-            raise ValueError(f"{self._what(kind)}: {error}") from None
-
-    def _view(self, kind: str, name: str, array: Any, *, writable: bool) -> ArrayView:
-        what = self._what(kind, name)
-        if not self._plane.on_device:
-            return view(array, what, writable=writable)
-        seen = device_view(array, what, writable=writable)
-        self._plane.check_pointer(seen.pointer, what)
-        return seen
-
-    def _streams(self, kind: str, stream: Any, buffers: Sequence[ArrayView]) -> tuple[int, tuple[int, ...]]:
-        """Return the ordered stream, and the other ones that arrays name.
-
-        It is the one given, else the current one of the library that the first array is of.
-        """
-        if not self._plane.on_device:
-            if stream is not None:
-                raise ValueError(f"{self._what(kind)}: the {self.plane} plane has no streams; stream must be None")
-            return self._plane.stream, ()
-        known = [current_stream(buffer) if stream is None else buffer.stream for buffer in buffers]
-        if stream is None and buffers:
-            stream = known[0]
-            if stream is None:
-                source = type(buffers[0].owner).__module__
-                raise ValueError(
-                    f"{self._what(kind)}: stream must be given (a handle, or a stream of CuPy, PyTorch or cuda.core): "
-                    f"{source} does not tell which one is current"
-                )
-        try:
-            ordered = self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))
-        except TypeError as error:
-            raise TypeError(f"{self._what(kind)}: {error}") from None
-        return ordered, self._others(kind, ordered, known)
-
-    def _others(self, kind: str, ordered: int, known: Sequence[int | None]) -> tuple[int, ...]:
-        """Return the streams that are not the ordered one, checked as that one is."""
-        others = {stream for stream in known if stream is not None and not same_stream(stream, ordered)}
-        try:
-            return tuple(self._plane.check_stream(stream) for stream in others)
-        except ValueError as error:
-            raise ValueError(f"{error}. A buffer names this one, and {kind} is ordered with it too") from None
-
-    def _check_rank(self, kind: str, name: str, value: int) -> None:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{self._what(kind)}: {name} must be an int; got {type(value).__name__}")
-        if not 0 <= value < self.world_size:
-            raise ValueError(f"{self._what(kind)}: {name} must be from 0 to {self.world_size - 1}; got {value}")
-
-    def _two(self, kind: str, sendbuf: Any, recvbuf: Any, stream: Any, op: ReduceOp | None = None) -> None:
-        rule, size = RULES[kind], self.world_size
-        in_place = recvbuf is None and kind == "all_reduce"
-        send = self._view(kind, "sendbuf", sendbuf, writable=in_place)
-        recv = send if in_place else self._view(kind, "recvbuf", recvbuf, writable=True)
-        blocks = (
-            size if rule.send_blocks < 0 else rule.send_blocks,
-            size if rule.recv_blocks < 0 else rule.recv_blocks,
-        )
-        count = check_pair(send, recv, blocks, self.rank, self._what(kind))
-        self._submit(kind, count, send, recv, stream, op=op)
-
-    def _submit(
-        self,
-        kind: str,
-        count: int,
-        send: ArrayView | None,
-        recv: ArrayView | None,
-        stream: Any,
-        *,
-        op: ReduceOp | None = None,
-        root: int | None = None,
-        peer: int | None = None,
-    ) -> None:
-        buffers = [b for b in (send, None if recv is send else recv) if b is not None]
-        ordered, named = self._streams(kind, stream, buffers)
-        operation = self._plane.operation(
-            kind,
-            count,
-            buffers[0].dtype if buffers else DType.UINT8,
-            send.pointer if send else 0,
-            recv.pointer if recv else 0,
-            op,
-            None if root is None else int(root),
-            None if peer is None else int(peer),
-            call_site(_CALLER),
-            ordered,
-            False,
-            False,
-            False,
-            named,
-        )
-        self._hand_over(operation, tuple(b.owner for b in buffers))
-
-    def _hand_over(self, operation: Operation, keep: Any) -> None:
-        """Submit a checked operation; a group keeps `keep` alive until its end."""
-        if self._plan is not None and not operation.rule.paired:
-            self._hold_to_plan(self._plan, operation)
-        self._plane.submit(operation, keep)
+    def _submit(self, operations: Operations) -> None:
+        """Submit what one call is, held to the plan."""
+        first = operations[0]
+        if self._plan is not None and not first.rule.paired:
+            self._hold_to_plan(self._plan, first)
+        if len(operations) == 1:
+            self._plane.submit(first)
+            return
+        with _Group(self._plane):
+            for operation in operations:
+                self._plane.submit(operation)
 
     def _hold_to_plan(self, plan: Mapping[str, Any], operation: Operation) -> None:
         """Refuse a first collective that is not the planned one."""
@@ -674,6 +562,7 @@ class Communicator(Plans):
         differing = [f"{k} {v!r}, planned {plan[k]!r}" for k, v in found.items() if v != plan[k]]
         if differing:
             raise ValueError(
-                f"{self._what(operation.kind)}: not the collective that init(plan=...) declared: {', '.join(differing)}"
+                f"{self._plane.who}: {operation.kind} #{self.sequence + 1}: not the collective that init(plan=...) "
+                f"declared: {', '.join(differing)}"
             )
         self._plan = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from butter_mpi.cuda import call, check, load_driver, prepared, typed
@@ -29,6 +30,7 @@ _HANDLE_ALIGNMENT = 8
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _NOT_READY = 600
+_CAPTURED_EVENT = 907
 _INVALID_VALUE = 1
 _MEMORY_TYPE, _DEVICE_ORDINAL, _HOST_MEMORY = 2, 9, 1
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
@@ -208,14 +210,14 @@ class Device:
         return self._done("cuStreamQuery", stream)
 
     def event_ready(self, event: int) -> bool:
-        """Return whether what an event stands for is done (``cuEventQuery``)."""
+        """Return whether what an event stands for is done (``cuEventQuery``); work in a captured graph never is."""
         return self._done("cuEventQuery", event)
 
     def _done(self, name: str, handle: int) -> bool:
         try:
             self.call(name, handle)
         except CUDAError as error:
-            if error.code == _NOT_READY:
+            if error.code in (_NOT_READY, _CAPTURED_EVENT):
                 return False
             raise
         return True
@@ -283,6 +285,16 @@ class Device:
             return True
         self._check("cuStreamIsCapturing", status)
         return asked.capture.value != _NOT_CAPTURED
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Let this thread query events in the body while some other stream is captured, which the query would spoil."""
+        modes = self._driver.CUstreamCaptureMode
+        before = self.call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", before)
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.

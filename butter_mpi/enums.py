@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import ClassVar
 
-__all__ = ["DType", "ReduceOp"]
+__all__ = ["DType", "PreMulSum", "ReduceOp", "parse_op"]
+
+_NCCL_TYPES = 12
 
 
 class DType(enum.Enum):
-    """Element type of a buffer: name, bytes an element, ``ncclDataType_t``."""
+    """Element type of a buffer: name, bytes an element, ``ncclDataType_t`` (from 12 on: NCCL has no such type)."""
 
     INT8 = ("int8", 1, 0)
     """8-bit signed integer."""
@@ -34,11 +38,22 @@ class DType(enum.Enum):
     """8-bit float, 4 bits of exponent, finite (NCCL 2.24 or newer)."""
     FLOAT8_E5M2 = ("float8_e5m2", 1, 11)
     """8-bit float, 5 bits of exponent (NCCL 2.24 or newer)."""
+    INT16 = ("int16", 2, 12)
+    """16-bit signed integer: moved as bytes; reduced on the planes of host memory only."""
+    UINT16 = ("uint16", 2, 13)
+    """16-bit unsigned integer: as ``INT16``."""
+    BOOL = ("bool", 1, 14)
+    """Truth value, a byte of 0 or 1: sum and max are "or", prod and min are "and"."""
+    COMPLEX64 = ("complex64", 8, 15)
+    """Two of ``FLOAT32``: sum, avg, and the sum that multiplies first, by a real factor."""
+    COMPLEX128 = ("complex128", 16, 16)
+    """Two of ``FLOAT64``: as ``COMPLEX64``."""
 
     def __init__(self, label: str, itemsize: int, nccl: int) -> None:
         self.label = label
         self.itemsize = itemsize
         self.nccl = nccl
+        self.native = nccl < _NCCL_TYPES
 
     # Members are equal only to themselves. Enum's own hash is a Python function, and operations are looked up by them.
     __hash__ = object.__hash__
@@ -121,3 +136,43 @@ class ReduceOp(enum.Enum):
 
 
 _OPS = {member.label: member for member in ReduceOp}
+
+
+@dataclass(frozen=True, slots=True)
+class PreMulSum:
+    """Reduction operator: each rank's elements times that rank's own factor, then the sum.
+
+    Parameters
+    ----------
+    factor : int or float
+        This rank's factor, which other ranks need not share. It is converted to the element type, once; for a buffer
+        of integers it must be one of them.
+
+    Raises
+    ------
+    TypeError
+        `factor` is no real number.
+    """
+
+    factor: int | float
+    label: ClassVar[str] = "premul_sum"
+    nccl: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.factor, bool) or not isinstance(self.factor, int | float):
+            raise TypeError(f"factor of PreMulSum must be an int or a float; got {type(self.factor).__name__}")
+
+
+def parse_op(value: ReduceOp | PreMulSum | str) -> ReduceOp | PreMulSum:
+    """Return the operator for an operator or the name of a ``ReduceOp``.
+
+    Raises
+    ------
+    ValueError
+        Another value; the message lists the allowed names.
+    """
+    if isinstance(value, PreMulSum):
+        return value
+    if value == PreMulSum.label:
+        raise ValueError(f"op {PreMulSum.label} needs its factor: pass butter_mpi.PreMulSum(factor)")
+    return ReduceOp.parse(value)

@@ -7,14 +7,14 @@ group, capture, number, record and call site.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from sys import _getframe
 from types import CodeType
 from typing import Any
 
 from butter_mpi.collectives import Operation, call_site
-from butter_mpi.enums import ReduceOp
+from butter_mpi.enums import PreMulSum, ReduceOp
 
 __all__ = ["Plan", "Plans"]
 
@@ -32,21 +32,23 @@ class Plan:
     ----------
     comm : Communicator
         Whose operation it is.
-    operation : Operation
-        The checked operation.
+    operations : sequence of Operation
+        What a call submits: one operation, or several together.
     keep : object
         What has to stay alive.
     """
 
-    __slots__ = ("_comm", "_here", "_keep", "_operation", "_operations", "_submit")
+    __slots__ = ("_comm", "_here", "_keep", "_kept", "_known", "_operations", "_submit")
 
-    def __init__(self, comm: Any, operation: Operation, keep: Any) -> None:
+    def __init__(self, comm: Any, operations: Sequence[Operation], keep: Any) -> None:
         self._comm, self._submit = comm, comm._plane.submit
-        self._operation, self._keep = operation, keep
-        # One for each place that it is called at: the record of a submission names its place.
-        self._operations: dict[str, Operation] = {}
-        # Where it was called last, and the operation there: one value, as two threads may call it.
-        self._here: tuple[CodeType | None, int, Operation] = None, 0, operation
+        # Its arrays are kept here, and not anew by each call.
+        self._kept, self._keep = tuple(operations), keep
+        self._operations = tuple(replace(one, keep=()) for one in operations)
+        # By each place that it is called at: the record of a submission names its place.
+        self._known: dict[str, tuple[Operation, ...]] = {}
+        # Where it was called last, and what is submitted there: one value, as two threads may call it.
+        self._here: tuple[CodeType | None, int, tuple[Operation, ...]] = None, 0, self._operations
 
     def __call__(self) -> None:
         """Submit it once.
@@ -60,26 +62,31 @@ class Plan:
             As for the operation itself.
         """
         frame = _getframe(1)
-        code, at, operation = self._here
+        code, at, operations = self._here
         if frame.f_code is not code or frame.f_lasti != at:
-            operation = self._at(call_site(2))
-            self._here = frame.f_code, frame.f_lasti, operation
-        if self._comm._plan is None:
-            self._submit(operation, self._keep)
+            operations = self._at(call_site(2))
+            self._here = frame.f_code, frame.f_lasti, operations
+        if len(operations) == 1 and self._comm._plan is None and self._comm._plane._group is None:
+            self._submit(operations[0])
         else:
-            self._comm._hand_over(operation, self._keep)
+            # A group may outlive this plan, and keeps the arrays itself.
+            both = zip(operations, self._kept, strict=True)
+            self._comm._submit(tuple(replace(one, keep=kept.keep) for one, kept in both))
 
-    def _at(self, site: str) -> Operation:
-        """Return the operation that names a place."""
-        known = self._operations.get(site)
+    def __del__(self) -> None:
+        self._comm._plane.let_go(self._kept)
+
+    def _at(self, site: str) -> tuple[Operation, ...]:
+        """Return the operations that name a place."""
+        known = self._known.get(site)
         if known is None:
-            if len(self._operations) >= _MOST_SITES:
-                self._operations.clear()
-            known = self._operations[site] = replace(self._operation, site=site)
+            if len(self._known) >= _MOST_SITES:
+                self._known.clear()
+            known = self._known[site] = tuple(replace(one, site=site) for one in self._operations)
         return known
 
     def __repr__(self) -> str:
-        one = self._operation
+        one = self._operations[0]
         facts = f"{one.dtype.label} x {one.count}"
         facts += f", {one.op.label}" if one.op else ""
         facts += f", root {one.root}" if one.root is not None else ""
@@ -88,24 +95,23 @@ class Plan:
 
 
 def _planned(comm: Any, name: str, arguments: Sequence[Any], *, stream: Any, **options: Any) -> Plan:
-    """Return the plan of a call: the operation's own method checks it, and hands it over to here."""
+    """Return the plan of a call: the operation's own method checks it, and submits it to here."""
     twin: Any = object.__new__(type(comm))
-    made: list[tuple[Operation, Any]] = []
+    made: list[Sequence[Operation]] = []
     try:
-        twin.__dict__.update(comm.__dict__, _hand_over=lambda *checked: made.append(checked))
+        twin.__dict__.update(comm.__dict__, _submit=made.append)
         getattr(type(comm), name)(twin, *arguments, stream=stream, **options)
     finally:
         # Nothing is left that could be closed.
         twin.__dict__.clear()
-    ((operation, keep),) = made
-    return Plan(comm, operation, (keep, stream))
+    return Plan(comm, made[0], stream)
 
 
 class Plans:
     """What ``Communicator`` has for hot loops: the plan of each operation, with that operation's arguments."""
 
     def plan_all_reduce(
-        self, sendbuf: Any, recvbuf: Any = None, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+        self, sendbuf: Any, recvbuf: Any = None, *, op: ReduceOp | PreMulSum | str = ReduceOp.SUM, stream: Any = None
     ) -> Plan:
         """Return the plan of an ``all_reduce``, checked as that is; nothing is sent before it is called.
 
@@ -130,7 +136,7 @@ class Plans:
         return _planned(self, "all_gather", (sendbuf, recvbuf), stream=stream)
 
     def plan_reduce_scatter(
-        self, sendbuf: Any, recvbuf: Any, *, op: ReduceOp | str = ReduceOp.SUM, stream: Any = None
+        self, sendbuf: Any, recvbuf: Any, *, op: ReduceOp | PreMulSum | str = ReduceOp.SUM, stream: Any = None
     ) -> Plan:
         """Return the plan of a ``reduce_scatter``, as ``plan_all_reduce`` does."""
         return _planned(self, "reduce_scatter", (sendbuf, recvbuf), op=op, stream=stream)
@@ -146,3 +152,166 @@ class Plans:
     def plan_recv(self, buf: Any, peer: int, *, stream: Any = None) -> Plan:
         """Return the plan of a ``recv``, as ``plan_all_reduce`` does."""
         return _planned(self, "recv", (buf, peer), stream=stream)
+
+    def plan_reduce(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        root: int = 0,
+        *,
+        op: ReduceOp | PreMulSum | str = ReduceOp.SUM,
+        stream: Any = None,
+    ) -> Plan:
+        """Return the plan of a ``reduce``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "reduce",
+            (
+                sendbuf,
+                recvbuf,
+                root,
+            ),
+            op=op,
+            stream=stream,
+        )
+
+    def plan_gather(self, sendbuf: Any, recvbuf: Any = None, root: int = 0, *, stream: Any = None) -> Plan:
+        """Return the plan of a ``gather``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "gather",
+            (
+                sendbuf,
+                recvbuf,
+                root,
+            ),
+            stream=stream,
+        )
+
+    def plan_scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None) -> Plan:
+        """Return the plan of a ``scatter``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "scatter",
+            (
+                sendbuf,
+                recvbuf,
+                root,
+            ),
+            stream=stream,
+        )
+
+    def plan_all_to_all(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None) -> Plan:
+        """Return the plan of an ``all_to_all``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "all_to_all",
+            (
+                sendbuf,
+                recvbuf,
+            ),
+            stream=stream,
+        )
+
+    def plan_all_gather_v(self, sendbuf: Any, recvbuf: Any, counts: Iterable[int], *, stream: Any = None) -> Plan:
+        """Return the plan of an ``all_gather_v``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "all_gather_v",
+            (
+                sendbuf,
+                recvbuf,
+                counts,
+            ),
+            stream=stream,
+        )
+
+    def plan_reduce_scatter_v(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        counts: Iterable[int],
+        *,
+        op: ReduceOp | PreMulSum | str = ReduceOp.SUM,
+        stream: Any = None,
+    ) -> Plan:
+        """Return the plan of a ``reduce_scatter_v``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "reduce_scatter_v",
+            (
+                sendbuf,
+                recvbuf,
+                counts,
+            ),
+            op=op,
+            stream=stream,
+        )
+
+    def plan_gather_v(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        counts: Iterable[int] | None = None,
+        root: int = 0,
+        *,
+        stream: Any = None,
+    ) -> Plan:
+        """Return the plan of a ``gather_v``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "gather_v",
+            (
+                sendbuf,
+                recvbuf,
+                counts,
+                root,
+            ),
+            stream=stream,
+        )
+
+    def plan_scatter_v(
+        self, sendbuf: Any, recvbuf: Any, counts: Iterable[int] | None = None, root: int = 0, *, stream: Any = None
+    ) -> Plan:
+        """Return the plan of a ``scatter_v``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "scatter_v",
+            (
+                sendbuf,
+                recvbuf,
+                counts,
+                root,
+            ),
+            stream=stream,
+        )
+
+    def plan_all_to_all_v(
+        self, sendbuf: Any, recvbuf: Any, send_counts: Iterable[int], recv_counts: Iterable[int], *, stream: Any = None
+    ) -> Plan:
+        """Return the plan of an ``all_to_all_v``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "all_to_all_v",
+            (
+                sendbuf,
+                recvbuf,
+                send_counts,
+                recv_counts,
+            ),
+            stream=stream,
+        )
+
+    def plan_sendrecv(self, sendbuf: Any, dest: int, recvbuf: Any, src: int, *, stream: Any = None) -> Plan:
+        """Return the plan of a ``sendrecv``, as ``plan_all_reduce`` does."""
+        return _planned(
+            self,
+            "sendrecv",
+            (
+                sendbuf,
+                dest,
+                recvbuf,
+                src,
+            ),
+            stream=stream,
+        )

@@ -40,9 +40,13 @@ _EXCHANGES_OF_AN_EPOCH = 1 << 32
 SIZE = _EXCHANGES_AT + _EXCHANGES_KEPT * _RECORD
 
 # By number, as NCCL counts them; a test holds these against the enums.
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "recv")
+KINDS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "recv"),
+    *("reduce", "gather", "scatter", "all_to_all", "gather_v", "scatter_v", "all_to_all_v"),
+)
 DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 float8_e4m3fn float8_e5m2".split()
-OPS = ("sum", "prod", "max", "min", "avg")
+DTYPES += "int16 uint16 bool complex64 complex128".split()
+OPS = ("sum", "prod", "max", "min", "avg", "premul_sum")
 # What ranks do together over the control plane: it moves no data and takes no number.
 EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect")
 
@@ -97,7 +101,8 @@ class Entry(NamedTuple):
 
     def text(self) -> str:
         """Return it as people read it, as ``collectives.describe`` writes it."""
-        facts = f"{self.dtype} x {self.elements}"
+        # What every rank has its own counts of is told without one.
+        facts = self.dtype if self.kind.endswith("_v") else f"{self.dtype} x {self.elements}"
         op, root = self.signature >> 16 & 0xFF, self.signature >> 32
         facts += f", {_name(OPS, op)}" if op != _NONE else ""
         facts += f", root {root}" if root != _NO_ROOT else ""

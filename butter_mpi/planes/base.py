@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from butter_mpi.collectives import RULES, Operation, call_site, control_signature
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.collectives import RULES, Operation, call_site, check_op, control_signature
+from butter_mpi.enums import DType, PreMulSum, ReduceOp, parse_op
 from butter_mpi.lane import LANE
 from butter_mpi.planes.memory import Allocator, host_block
 from butter_mpi.planes.submitting import Submitting
@@ -65,7 +65,9 @@ class Plane(Submitting):
         """Return the number of ranks."""
         return self._world_size
 
-    def all_reduce(self, ptr: int, nbytes: int, *, dtype: DType = DType.BFLOAT16, op: ReduceOp = ReduceOp.SUM) -> None:
+    def all_reduce(
+        self, ptr: int, nbytes: int, *, dtype: DType = DType.BFLOAT16, op: ReduceOp | PreMulSum = ReduceOp.SUM
+    ) -> None:
         """Reduce over all ranks, in place."""
         self.submit(self._make("all_reduce", nbytes, dtype, send=ptr, recv=ptr, op=op))
 
@@ -76,7 +78,7 @@ class Plane(Submitting):
         compute_stream: int,
         *,
         dtype: DType = DType.BFLOAT16,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | PreMulSum = ReduceOp.SUM,
     ) -> None:
         """Reduce in place, between what `compute_stream` holds and what comes later."""
         stream = self.check_stream(compute_stream)
@@ -87,7 +89,7 @@ class Plane(Submitting):
         self.submit(self._make("all_gather", nbytes, DType.UINT8, send=send, recv=recv))
 
     def reduce_scatter(
-        self, send: int, recv: int, nbytes: int, *, dtype: DType = DType.UINT8, op: ReduceOp = ReduceOp.SUM
+        self, send: int, recv: int, nbytes: int, *, dtype: DType = DType.UINT8, op: ReduceOp | PreMulSum = ReduceOp.SUM
     ) -> None:
         """Reduce, and keep this rank's share."""
         self.submit(self._make("reduce_scatter", nbytes, dtype, send=send, recv=recv, op=op))
@@ -196,7 +198,7 @@ class Plane(Submitting):
             raise ValueError(f"{self.who}: stream must be {self.stream}, the one stream of this plane; got {stream!r}")
         return stream
 
-    def check_pointer(self, pointer: int, what: object) -> None:
+    def check_pointer(self, pointer: int, what: str) -> None:
         """Raise ``ValueError`` where memory is not of this plane."""
 
     def _make(
@@ -207,7 +209,7 @@ class Plane(Submitting):
         *,
         send: int = 0,
         recv: int = 0,
-        op: ReduceOp | None = None,
+        op: ReduceOp | PreMulSum | None = None,
         root: int | None = None,
         peer: int | None = None,
         stream: int | None = None,
@@ -218,7 +220,12 @@ class Plane(Submitting):
         """Return a checked operation on raw pointers."""
         rule = RULES[kind]
         dtype = dtype if dtype.__class__ is DType else DType.parse(dtype)
-        op = op if op is None or op.__class__ is ReduceOp else ReduceOp.parse(op)
+        if op is not None:
+            op = op if op.__class__ is ReduceOp else parse_op(op)
+            try:
+                check_op(op, dtype)
+            except ValueError as error:
+                raise ValueError(f"{self.who}: {kind}: {error}") from None
         if nbytes.__class__ is not int or not 0 <= nbytes < _LARGEST:
             _whole("nbytes", nbytes, 0, _LARGEST)
         count = nbytes // dtype.itemsize

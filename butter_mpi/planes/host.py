@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from butter_mpi.collectives import Operation
+from butter_mpi.collectives import Operation, carried
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.planes.meeting import Meeting
-from butter_mpi.planes.memory import at, copy, numpy_dtype
+from butter_mpi.planes.memory import at, copy, numpy_dtype, premultiplied
 from butter_mpi.planes.peers import PeerPlane, Task
 from butter_mpi.planes.submitting import Numbered, Signed, signed
 
@@ -32,10 +32,17 @@ _WIDE_FLOATS = dict.fromkeys(
     DType.FLOAT32,
 )
 # Narrow integers are summed in 32 bits and cut: Open MPI's vector code saturates where they should wrap.
-_WIDE_INTEGERS = {DType.INT8: DType.INT32, DType.UINT8: DType.UINT32}
+_WIDE_INTEGERS = {
+    DType.INT8: DType.INT32,
+    DType.UINT8: DType.UINT32,
+    DType.INT16: DType.INT32,
+    DType.UINT16: DType.UINT32,
+}
 _MPI_TYPES = {
     DType.INT8: "INT8_T",
     DType.UINT8: "UINT8_T",
+    DType.INT16: "INT16_T",
+    DType.UINT16: "UINT16_T",
     DType.INT32: "INT32_T",
     DType.UINT32: "UINT32_T",
     DType.INT64: "INT64_T",
@@ -43,7 +50,7 @@ _MPI_TYPES = {
     DType.FLOAT32: "FLOAT",
     DType.FLOAT64: "DOUBLE",
 }
-_MPI_OPS = {ReduceOp.SUM: "SUM", ReduceOp.AVG: "SUM", ReduceOp.PROD: "PROD", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX"}
+_MPI_OPS = {ReduceOp.PROD: "PROD", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX"}
 
 
 def _wide(operation: Operation) -> DType:
@@ -63,7 +70,7 @@ class HostPlane(PeerPlane):
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         limit = None if all(operation.waits_for_ever for operation, _ in numbered) else self.deadline
-        submitted = signed(numbered)
+        submitted = [(carried(operation), record) for operation, record in signed(numbered)]
         meeting = Meeting(self._control, self._records(submitted))
         self._finish(self._tasks(submitted, meeting), meeting, submitted[0][1], limit)
 
@@ -95,24 +102,50 @@ class HostPlane(PeerPlane):
         """Nothing to move: every rank's record has come, so every rank has."""
         yield from ()
 
+    # Their data goes by the sends and receives that are submitted with them.
+    _gather_v = _scatter_v = _all_to_all_v = _barrier
+
     def _broadcast(self, operation: Operation) -> Task:
+        size, is_root = operation.dtype.itemsize, operation.root == self._rank
         for first, count in self._pieces(operation, 1):
-            user = at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)
-            is_root = operation.root == self._rank
-            stage = user.copy() if is_root else np.empty_like(user)
+            user = at(operation.recv + first * size, count, operation.dtype)
+            stage = at(operation.send + first * size, count, operation.dtype).copy() if is_root else np.empty_like(user)
             yield from self._wait((stage,), self._data.Ibcast, self._raw(stage), root=operation.root)
-            if not is_root:
+            if not is_root or operation.recv != operation.send:
                 user[:] = stage
 
     def _all_gather(self, operation: Operation) -> Task:
-        size = operation.dtype.itemsize
         for first, count in self._pieces(operation, self._world_size):
-            stage = at(operation.send + first * size, count, operation.dtype).copy()
+            stage = self._own(operation, first, count)
             gathered = np.empty((self._world_size, count), stage.dtype)
             both = self._raw(stage), self._raw(gathered)
             yield from self._wait((stage, gathered), self._data.Iallgather, *both)
-            for rank, block in enumerate(gathered):
-                at(operation.recv + (rank * operation.count + first) * size, count, operation.dtype)[:] = block
+            self._put_blocks(operation, first, gathered)
+
+    def _gather(self, operation: Operation) -> Task:
+        is_root = operation.root == self._rank
+        for first, count in self._pieces(operation, self._world_size):
+            stage = self._own(operation, first, count)
+            gathered = np.empty((self._world_size if is_root else 0, count), stage.dtype)
+            both = self._raw(stage), self._raw(gathered) if is_root else None
+            yield from self._wait((stage, gathered), self._data.Igather, *both, root=operation.root)
+            self._put_blocks(operation, first, gathered)
+
+    def _scatter(self, operation: Operation) -> Task:
+        is_root = operation.root == self._rank
+        for first, count in self._pieces(operation, self._world_size):
+            stage = self._blocks(operation, first, count) if is_root else None
+            share = np.empty(count, numpy_dtype(operation.dtype))
+            both = None if stage is None else self._raw(stage), self._raw(share)
+            yield from self._wait((stage, share), self._data.Iscatter, *both, root=operation.root)
+            at(operation.recv + first * operation.dtype.itemsize, count, operation.dtype)[:] = share
+
+    def _all_to_all(self, operation: Operation) -> Task:
+        for first, count in self._pieces(operation, self._world_size):
+            stage = self._blocks(operation, first, count)
+            came = np.empty_like(stage)
+            yield from self._wait((stage, came), self._data.Ialltoall, self._raw(stage), self._raw(came))
+            self._put_blocks(operation, first, came)
 
     def _all_reduce(self, operation: Operation) -> Task:
         for first, count in self._pieces(operation, 1):
@@ -122,6 +155,18 @@ class HostPlane(PeerPlane):
             both = self._typed(operation, stage, total)
             yield from self._wait((stage, total), self._data.Iallreduce, *both, op=self._mpi_op(operation))
             self._store(operation, total, at(operation.recv + offset, count, operation.dtype))
+
+    def _reduce(self, operation: Operation) -> Task:
+        is_root = operation.root == self._rank
+        for first, count in self._pieces(operation, 1):
+            offset = first * operation.dtype.itemsize
+            stage = self._widened(operation, operation.send + offset, count)
+            total = np.empty_like(stage)
+            own, result = self._typed(operation, stage, total)
+            more = {"op": self._mpi_op(operation), "root": operation.root}
+            yield from self._wait((stage, total), self._data.Ireduce, own, result if is_root else None, **more)
+            if is_root:
+                self._store(operation, total, at(operation.recv + offset, count, operation.dtype))
 
     def _reduce_scatter(self, operation: Operation) -> Task:
         size, ranks = operation.dtype.itemsize, range(self._world_size)
@@ -133,9 +178,24 @@ class HostPlane(PeerPlane):
             yield from self._wait((stage, total), self._data.Ireduce_scatter_block, *both, op=self._mpi_op(operation))
             self._store(operation, total, at(operation.recv + first * size, count, operation.dtype))
 
+    def _own(self, operation: Operation, first: int, count: int) -> npt.NDArray[Any]:
+        """Return a copy of a piece of this rank's block."""
+        return at(operation.send + first * operation.dtype.itemsize, count, operation.dtype).copy()
+
+    def _blocks(self, operation: Operation, first: int, count: int) -> npt.NDArray[Any]:
+        """Return copies of a piece of the block for each rank."""
+        starts = [(rank * operation.count + first) * operation.dtype.itemsize for rank in range(self._world_size)]
+        return np.stack([at(operation.send + start, count, operation.dtype) for start in starts])
+
+    def _put_blocks(self, operation: Operation, first: int, came: npt.NDArray[Any]) -> None:
+        """Put a piece of the block from each rank in its place."""
+        for rank, block in enumerate(came):
+            start = (rank * operation.count + first) * operation.dtype.itemsize
+            at(operation.recv + start, block.size, operation.dtype)[:] = block
+
     def _send(self, operation: Operation, tag: int) -> Task:
         for first, count in self._pieces(operation, 1):
-            stage = at(operation.send + first * operation.dtype.itemsize, count, operation.dtype).copy()
+            stage = self._own(operation, first, count)
             yield from self._wait((stage,), self._data.Isend, self._raw(stage), dest=operation.peer, tag=tag)
 
     def _recv(self, operation: Operation, tag: int) -> Task:
@@ -151,12 +211,13 @@ class HostPlane(PeerPlane):
         return [[array, kind] for array in arrays]
 
     def _mpi_op(self, operation: Operation) -> Any:
-        assert operation.op is not None
-        return getattr(self._mpi, _MPI_OPS[operation.op])
+        """Return MPI's operator; an average and a sum that multiplied first are sums."""
+        name = _MPI_OPS.get(operation.op, "SUM") if isinstance(operation.op, ReduceOp) else "SUM"
+        return getattr(self._mpi, name)
 
     def _widened(self, operation: Operation, pointer: int, count: int) -> npt.NDArray[Any]:
         user = at(pointer, count, operation.dtype)
-        return user.astype(numpy_dtype(_wide(operation)))
+        return premultiplied(user.astype(numpy_dtype(_wide(operation))), operation)
 
     def _store(self, operation: Operation, total: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
         if operation.op is ReduceOp.AVG:

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
-from butter_mpi.collectives import Operation
+from butter_mpi.collectives import Operation, pairs_of
 from butter_mpi.device import Device
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.enums import DType, PreMulSum, ReduceOp
 from butter_mpi.errors import NCCLError
+from butter_mpi.planes.memory import factor_of
 
 __all__ = ["ADDING", "Issuer", "Kept"]
 
@@ -28,7 +29,13 @@ _FUNCTIONS = {
     "broadcast": "ncclBroadcast",
     "send": "ncclSend",
     "recv": "ncclRecv",
+    "reduce": "ncclReduce",
+    "gather": "ncclGather",
+    "scatter": "ncclScatter",
+    "all_to_all": "ncclAlltoAll",
 }
+_BY_PAIRS = ("gather", "scatter", "all_to_all")
+"""What moves between pairs of ranks, also where NCCL (2.28 and newer) has a call for it."""
 _THREADS = 256
 _MOST_BLOCKS = 1024
 
@@ -85,6 +92,7 @@ class Issuer:
         self._rank, self._world_size = rank, world_size
         self._received = (0, 0)
         self._types: dict[DType, int] = {}
+        self._has: dict[str, bool] = {}
         self.added = kept.event()
         self.add_kernel = 0
 
@@ -92,16 +100,37 @@ class Issuer:
         """Return the peers that data goes to and comes from directly."""
         if operations and self.adds(operations):
             return {(1 - self._rank, "send"), (1 - self._rank, "recv")}
-        return {(operation.peer, operation.kind) for operation in operations if operation.peer is not None}
+        return {
+            (part.peer, part.kind)
+            for operation in operations
+            for part in (self._pairs_of(operation) if operation.kind in _BY_PAIRS else (operation,))
+            if part.peer is not None
+        }
+
+    def _pairs_of(self, operation: Operation) -> list[Operation]:
+        return pairs_of(operation, self._rank, self._world_size)
 
     def issue(self, comm: int, operations: Sequence[Operation]) -> None:
         """Issue operations together."""
         if self.adds(operations):
             self._exchange_and_add(comm, operations[0])
-        elif len(operations) == 1:
-            self._call(comm, operations[0])
+            return
+        calls = [call for operation in operations for call in self._calls_of(operation)]
+        if len(calls) == 1:
+            self._call(comm, calls[0])
         else:
-            self._group(comm, operations)
+            self._group(comm, calls)
+
+    def _calls_of(self, operation: Operation) -> Sequence[Operation]:
+        """Return what this library has calls for: an operation, or the sends and receives that do the same."""
+        if operation.kind not in _BY_PAIRS or self._knows(_FUNCTIONS[operation.kind]):
+            return (operation,)
+        return self._pairs_of(operation)
+
+    def _knows(self, function: str) -> bool:
+        if function not in self._has:
+            self._has[function] = self._library.has(function)
+        return self._has[function]
 
     def _group(self, comm: int, operations: Sequence[Operation]) -> None:
         try:
@@ -122,30 +151,45 @@ class Issuer:
         return self._types[dtype]
 
     def _call(self, comm: int, operation: Operation) -> None:
-        call = operation.call
-        if call is None or call[0] != comm:
-            call = self.prepare(comm, operation)
-        nccl.check(self._library, call[2], call[1]())
+        op = operation.op
+        if not isinstance(op, PreMulSum):
+            call = operation.call
+            if call is None or call[0] != comm:
+                call = self.prepare(comm, operation)
+            nccl.check(self._library, call[2], call[1]())
+            return
+        # NCCL has read the operator when the call that takes it returns, in a group as well.
+        data_type = self.data_type(operation.dtype)
+        number = nccl.create_premul_sum(self._library, factor_of(operation).tobytes(), data_type, comm)
+        try:
+            name, call = _FUNCTIONS[operation.kind], self._converted(comm, operation, number)
+            nccl.check(self._library, name, call())
+        finally:
+            nccl.destroy_redop(self._library, number, comm)
 
     def prepare(self, comm: int, operation: Operation) -> tuple[int, Callable[[], int], str]:
         """Return the communicator, the call with its arguments as ctypes passes them, and the function's name.
 
         They are kept in the operation, which may come again.
         """
+        op = None if operation.op is None else operation.op.nccl
+        call = comm, self._converted(comm, operation, op), _FUNCTIONS[operation.kind]
+        operation.call = call
+        return call
+
+    def _converted(self, comm: int, operation: Operation, op: int | None) -> Callable[[], int]:
         name, rule = _FUNCTIONS[operation.kind], operation.rule
         arguments: list[int | None] = [operation.send] if rule.send_blocks else []
         arguments += [operation.recv] if rule.recv_blocks else []
         arguments += [operation.count, self.data_type(operation.dtype)]
-        arguments += [operation.op.nccl] if rule.reduces and operation.op is not None else []
+        arguments += [op] if rule.reduces else []
         arguments += [operation.root] if rule.rooted else []
         arguments += [operation.peer] if rule.paired else []
         kinds = self._library.function(name).argtypes
         # Every number was checked when the operation was made.
         values = zip(kinds, [*arguments, comm, operation.stream], strict=True)
         converted = [kind.from_param(value) for kind, value in values]
-        call = comm, functools.partial(self._library.untyped(name), *converted), name
-        operation.call = call
-        return call
+        return functools.partial(self._library.untyped(name), *converted)
 
     # -- two ranks: send, receive and add ----------------------------------------------------------------------------
 

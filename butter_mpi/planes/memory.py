@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from butter_mpi.enums import DType
+from butter_mpi.collectives import Operation
+from butter_mpi.enums import DType, PreMulSum
 
-__all__ = ["ALIGNMENT", "Allocator", "at", "copy", "host_block", "numpy_dtype"]
+__all__ = ["ALIGNMENT", "Allocator", "at", "copy", "factor_of", "host_block", "numpy_dtype", "premultiplied"]
 
 ALIGNMENT = 4096
 _NUMPY: dict[DType, np.dtype[Any]] = {dtype: np.dtype(getattr(ml_dtypes, dtype.label, dtype.label)) for dtype in DType}
@@ -41,6 +42,20 @@ def copy(target: int, source: int, nbytes: int) -> None:
     """Copy bytes; nothing happens where they are already in place."""
     if target != source and nbytes:
         ctypes.memmove(target, source, nbytes)
+
+
+def factor_of(operation: Operation) -> npt.NDArray[Any]:
+    """Return the factor of a ``PreMulSum`` as one element."""
+    assert isinstance(operation.op, PreMulSum)
+    return np.asarray(operation.op.factor).astype(numpy_dtype(operation.dtype))
+
+
+def premultiplied(values: npt.NDArray[Any], operation: Operation) -> npt.NDArray[Any]:
+    """Return what a rank contributes to a reduction; `values` may be wider than the element type, and is changed."""
+    if isinstance(operation.op, PreMulSum):
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= factor_of(operation).astype(values.dtype)
+    return values
 
 
 def host_block(nbytes: int) -> tuple[int, npt.NDArray[np.uint8]]:

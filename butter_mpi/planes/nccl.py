@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from butter_mpi import nccl
-from butter_mpi.collectives import Operation, signature
+from butter_mpi.collectives import Operation, carried, signature
 from butter_mpi.control import Control, Pause, Watch
 from butter_mpi.enums import DType
 from butter_mpi.errors import (
@@ -36,6 +36,7 @@ __all__ = ["NcclPlane"]
 
 _FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 _FLOAT8_CAPABILITY = (9, 0)
+_INTEGERS16 = (DType.INT16, DType.UINT16)
 # What was on its way when a peer broke is there by then; a peer that exits lets the others speak for a little longer.
 _GRACE = 0.1
 _DEVICE_LOST = "CUDA work of this rank failed, now or earlier; no other rank is the cause"
@@ -78,7 +79,13 @@ class NcclPlane(NcclLife):
                 f"{'.'.join(map(str, self.device.capability))}; NCCL reduces 8-bit floats from 9.0 on",
                 needs="compute capability 9.0",
             )
-        self._issuer.data_type(operation.dtype)
+        if operation.op is not None and operation.dtype in _INTEGERS16:
+            raise NotSupportedError(
+                f"{self.who}: {operation.kind} of {operation.dtype.label}: NCCL reduces integers of 8, 32 and 64 bits; "
+                "it moves these as bytes",
+                needs="another element type",
+            )
+        self._issuer.data_type(carried(operation).dtype)
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
         if self._strict:
@@ -87,7 +94,8 @@ class NcclPlane(NcclLife):
         if first.plain and len(numbered) == 1 and not (self._connects_late or self._issuer.add_kernel):
             self._issue_again(first)
         else:
-            self._execute_all([self._issued(operation) for operation, _ in numbered], numbered)
+            operations = [self._issued(operation) for operation, _ in numbered if not operation.rule.uneven]
+            self._execute_all(operations, numbered)
 
     def _execute_all(self, operations: Sequence[Operation], numbered: Sequence[Numbered]) -> None:
         """Execute what may be several, run beside its stream, be waited for, or wait inside NCCL."""
@@ -116,10 +124,11 @@ class NcclPlane(NcclLife):
 
     def _issued(self, operation: Operation) -> Operation:
         """Return an operation as it is put on a stream: a barrier as a sum, what runs aside on this plane's own."""
-        if not operation.aside and operation.kind != "barrier":
+        if not operation.aside and operation.kind != "barrier" and operation.dtype.native:
             return operation
         if operation.issued is None:
-            whole = operation if operation.kind != "barrier" else self._barrier_operation(operation.stream)
+            barrier = operation.kind == "barrier"
+            whole = self._barrier_operation(operation.stream) if barrier else carried(operation)
             operation.issued = replace(whole, stream=self._aside) if operation.aside else whole
         issued: Operation = operation.issued
         return issued
@@ -184,6 +193,7 @@ class NcclPlane(NcclLife):
         if self.health.cause is None:
             self._ask_nccl()
             self.device.check_context(self._aside)
+            self._keeping.release()
 
     def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         facts = [str(error) if isinstance(error, ButterError) else f"MPI failed: {error}"]

@@ -33,6 +33,7 @@ from butter_mpi.nccl_log import Capture
 from butter_mpi.planes.entering import Inside
 from butter_mpi.planes.issuing import Issuer, Kept
 from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
+from butter_mpi.planes.keeping import Keeping
 from butter_mpi.planes.on_device import OnDevice
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.waiting import error_from
@@ -102,6 +103,8 @@ class NcclLife(OnDevice, PeerPlane):
         own, self._aside = kept.stream(), kept.stream()
         self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
         self._event = kept.event()
+        self._keeping = Keeping(device)
+        kept.callback(self._keeping.clear)
         self._issuer = Issuer(self._library, device, kept, self._rank, self._world_size)
         self._barrier_buffer = kept.buffer(_BARRIER_BYTES)
         device.fill(self._barrier_buffer, 0, _BARRIER_BYTES, self.stream)

@@ -10,6 +10,7 @@ from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
+from butter_mpi.planes.keeping import Keeping
 
 __all__ = ["OnDevice"]
 
@@ -20,6 +21,7 @@ class OnDevice(Plane):
     on_device = True
     _device: Device | None = None
     _event = 0
+    _keeping: Keeping
 
     @property
     def device(self) -> Device:
@@ -31,11 +33,11 @@ class OnDevice(Plane):
         """Return a stream of this device's primary context, not captured."""
         return int(self._ask(self.device.check_stream, stream))
 
-    def check_pointer(self, pointer: int, what: object) -> None:
+    def check_pointer(self, pointer: int, what: str) -> None:
         """Refuse memory of the host, or of another device."""
         owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
         if owner != self.device.ordinal:
-            where = "host memory" if owner is None else f"memory of cuda:{owner}"
+            where = "host memory, or was freed" if owner is None else f"memory of cuda:{owner}"
             raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{self.device.ordinal}")
 
     def _admit(self, operation: Operation) -> None:
@@ -59,7 +61,17 @@ class OnDevice(Plane):
             for stream in operation.named:
                 self._order(stream, operation.stream)
 
+    def _keep(self, operations: Sequence[Operation]) -> None:
+        # First, as it marks what was submitted before, and these are not.
+        self._keeping.release()
+        self._keeping.add(operations)
+
+    def let_go(self, operations: Sequence[Operation]) -> None:
+        """Keep what was submitted before until its streams have passed it; asks no driver."""
+        self._keeping.later(operations)
+
     def _lead(self, operations: Sequence[Operation]) -> None:
+        self._keeping.mark()
         for operation in operations:
             for stream in operation.named:
                 self._order(operation.stream, stream)
@@ -69,7 +81,7 @@ class OnDevice(Plane):
         self.device.record(self._event, earlier)
         self.device.wait(later, self._event)
 
-    def _ask(self, question: Callable[[Any], Any], subject: Any, what: object = None) -> Any:
+    def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
         """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.
 
         A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
@@ -80,7 +92,7 @@ class OnDevice(Plane):
         except (CUDAError, ValueError) as error:
             self._answer(question.__name__, what or self.who, error)
 
-    def _answer(self, name: str, what: object, error: CUDAError | ValueError) -> NoReturn:
+    def _answer(self, name: str, what: str, error: CUDAError | ValueError) -> NoReturn:
         """Raise what a question ended by."""
         if isinstance(error, ValueError):
             raise ValueError(f"{what}: {error}") from None

@@ -194,10 +194,12 @@ class PeerPlane(Plane):
             self._sentinel.recorder.exchange(record["kind"], record["n"], record["at"])
         meeting = Meeting(self._control, {peer: [record] for peer in self._control.peers})
         gathered: list[bytes] = []
-        self._finish([self._when_met(record, meeting, self._gather(payload, gathered))], meeting, record, self.deadline)
+        self._finish(
+            [self._when_met(record, meeting, self._gather_bytes(payload, gathered))], meeting, record, self.deadline
+        )
         return gathered
 
-    def _gather(self, payload: bytes, gathered: list[bytes]) -> Task:
+    def _gather_bytes(self, payload: bytes, gathered: list[bytes]) -> Task:
         lengths, own = np.empty(self._world_size, np.int64), np.array([len(payload)])
         yield from self._wait((own, lengths), self._data.Iallgather, self._raw(own), self._raw(lengths))
         stage = np.frombuffer(payload.ljust(int(lengths.max()), b"\0"), np.uint8)

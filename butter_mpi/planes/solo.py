@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from butter_mpi.collectives import Operation
+from butter_mpi.collectives import Operation, carried
 from butter_mpi.device import Device, same_stream
-from butter_mpi.errors import CommunicatorBrokenError, CUDAError
+from butter_mpi.enums import PreMulSum
+from butter_mpi.errors import CommunicatorBrokenError, CUDAError, NotSupportedError
 from butter_mpi.planes.base import Plane
-from butter_mpi.planes.memory import ALIGNMENT, copy
+from butter_mpi.planes.keeping import Keeping
+from butter_mpi.planes.memory import ALIGNMENT, at, copy, premultiplied
 from butter_mpi.planes.on_device import OnDevice
 from butter_mpi.planes.submitting import Numbered
 
@@ -25,10 +27,12 @@ class SoloPlane(Plane):
         super().__init__(0, 1, **options)
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
-        operations = [operation for operation, _ in numbered]
+        operations = [carried(operation) for operation, _ in numbered]
         for operation in operations:
             if operation.rule.send_blocks and operation.rule.recv_blocks:
                 self._copy(operation, operation)
+            if isinstance(operation.op, PreMulSum):
+                premultiplied(at(operation.recv, operation.count, operation.dtype), operation)
         for send, recv in self._own_pairs(operations):
             assert send is not None and recv is not None
             self._copy(send, recv)
@@ -69,8 +73,18 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
         super().__init__(**options)
         self._device = device
         self._transport_errors = (CUDAError,)
+        self._keeping = Keeping(device)
         self._own_stream, self._event = device.make_stream(), device.make_event()
         self.stream = self._own_stream if stream is None else self.check_stream(stream)
+
+    def _admit(self, operation: Operation) -> None:
+        super()._admit(operation)
+        if isinstance(operation.op, PreMulSum):
+            raise NotSupportedError(
+                f"{self.who}: {operation.kind}: one rank alone on a device moves data without NCCL, and has nothing "
+                "that multiplies; multiply the array by the factor yourself",
+                needs="2 ranks",
+            )
 
     def _copy(self, source: Operation, target: Operation) -> None:
         apart = not same_stream(source.stream, target.stream)
@@ -80,7 +94,11 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
         if apart:
             self._order(target.stream, source.stream)
 
+    def _listen(self) -> None:
+        self._keeping.release()
+
     def _release(self) -> None:
+        self._keeping.leave()
         # The driver destroys them once their work is done, and waits for nothing.
         self.device.destroy_event(self._event)
         self.device.destroy_stream(self._own_stream)

@@ -57,7 +57,6 @@ class Submitting(ABC):
         "_ended",
         "_flight",
         "_group",
-        "_group_keeps",
         "_group_marks",
         "_group_thread",
         "_last",
@@ -103,17 +102,13 @@ class Submitting(ABC):
         self.owner: object = None
         self._transport_errors: tuple[type[Exception], ...] = ()
         self._group: list[Operation] | None = None
-        self._group_keeps: list[Any] = []
         self._group_marks: list[int] = []
         self._group_thread = 0
 
     # -- the one path ------------------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation, keep: Any = None) -> None:
-        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group.
-
-        A group keeps what `keep` is alive until it is submitted.
-        """
+    def submit(self, operation: Operation) -> None:
+        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group."""
         LANE.take(self.who, operation.kind, self.deadline)
         try:
             # As in _check; a fork has been looked for.
@@ -127,7 +122,6 @@ class Submitting(ABC):
                 self._run((operation,))
             else:
                 self._group.append(replace(operation, waits=False) if operation.waits else operation)
-                self._group_keeps.append(keep)
         finally:
             LANE.give()
 
@@ -139,7 +133,7 @@ class Submitting(ABC):
             self._check_own_pairs(operations)
         before, write = self.health.cause, self._write
         numbered: list[Numbered] = []
-        named = False
+        named = keeps = False
         try:
             for operation in operations:
                 peer = operation.peer
@@ -157,10 +151,15 @@ class Submitting(ABC):
                     write(operation, number)
                 if operation.named:
                     named = True
+                if operation.keep:
+                    keeps = True
+            if keeps:
+                self._keep(operations)
             self._execute(numbered)
-            if named:
+            if named or keeps:
                 self._lead(operations)
-            self._last = numbered[-1]
+            # Without its arrays, which nobody needs any more.
+            self._last = (replace(operation, keep=()), number) if keeps else one
         except BaseException as error:
             self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
             raise
@@ -238,6 +237,12 @@ class Submitting(ABC):
 
     def _lead(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory has one stream
         """Let what comes later on those streams come after operations that are on theirs."""
+
+    def _keep(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
+        """Keep what operations read and write alive until their streams have passed them."""
+
+    def let_go(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
+        """Keep what was submitted before until its streams have passed it; a finalizer calls this."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:
@@ -328,7 +333,6 @@ class Submitting(ABC):
 
     def group_end(self) -> None:
         """Submit the group if it is the outermost one."""
-        keeps = self._group_keeps
         operations = self._leave_group("group_end", keep=True)
         try:
             if operations:
@@ -338,7 +342,6 @@ class Submitting(ABC):
                     self._admit(operation)
                 self._run(operations)
         finally:
-            del keeps
             LANE.give()
 
     def group_discard(self) -> None:
@@ -355,7 +358,6 @@ class Submitting(ABC):
         if self._group_marks:
             return []
         operations, self._group = self._group, None
-        self._group_keeps = []
         return operations
 
     # -- health and lifecycle ----------------------------------------------------------------------------------------

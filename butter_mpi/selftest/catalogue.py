@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from butter_mpi.selftest import collectives, devices, faults, rules
+from butter_mpi.selftest import collectives, devices, exchanges, faults, rules
 from butter_mpi.selftest.checks import Check
 
 __all__ = ["CHECKS"]
@@ -26,6 +26,9 @@ CHECKS = (
     Check(16, "add_path", "two ranks send, receive and add bfloat16", devices.add_path, devices.hindrance_add_path),
     Check(17, "registered", "memory of NCCL's allocator, registered", devices.registered, devices.hindrance_registered),
     Check(18, "capture", "a captured stream is refused and stays whole", devices.capture, devices.hindrance),
+    Check(19, "rooted", "reduce, gather, scatter and all_to_all, changing roots", exchanges.rooted),
+    Check(20, "uneven", "another count for each rank, or for each pair", exchanges.uneven),
+    Check(21, "carried", "bool, complex and 16-bit integers; each rank's own factor", exchanges.carried),
     Check(13, "mismatch", "ranks that differ are all told, and where", faults.mismatch, faults.hindrance, True),
     Check(14, "reconnect", "a reconnect heals a broken communicator", faults.reconnect, faults.hindrance, True),
 )

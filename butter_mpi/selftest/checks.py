@@ -14,6 +14,7 @@ from butter_mpi.selftest.places import DevicePlace, HostPlace
 __all__ = ["Check", "Context", "Types"]
 
 
+_TYPES = tuple(dtype for dtype in DType if dtype.native)
 _FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 _MOVES_FLOAT8, _REDUCES_FLOAT8 = 22400, (9, 0)
 
@@ -22,8 +23,8 @@ _MOVES_FLOAT8, _REDUCES_FLOAT8 = 22400, (9, 0)
 class Types:
     """The element types that the plane moves and reduces on every rank, and what is missing, as a person reads it."""
 
-    moved: tuple[DType, ...] = tuple(DType)
-    reduced: tuple[DType, ...] = tuple(DType)
+    moved: tuple[DType, ...] = _TYPES
+    reduced: tuple[DType, ...] = _TYPES
     missing: str = ""
 
     @classmethod
@@ -32,7 +33,7 @@ class Types:
         if comm.plane != "nccl":
             return cls()
         plane: Any = comm.backend
-        others = tuple(dtype for dtype in DType if dtype not in _FLOAT8)
+        others = tuple(dtype for dtype in _TYPES if dtype not in _FLOAT8)
         capability = min(map(tuple, comm.all_gather_json(plane.device.capability)))
         library = comm.records[0]["library"]
         if library["version"] < _MOVES_FLOAT8:

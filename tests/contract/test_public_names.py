@@ -23,6 +23,7 @@ NAMES = [
     "NCCLError",
     "NotSupportedError",
     "PeerLostError",
+    "PreMulSum",
     "PreflightError",
     "PreflightReport",
     "Receipt",

@@ -187,13 +187,16 @@ SABOTAGE = {
     "broadcast, one bit": ("broadcast", "spoiled('broadcast', flip)", {1}),
     "all_gather, one byte too far": ("all_gather", "spoiled('all_gather', stray)", {1}),
     "reduce_scatter, one bit": ("reduce_scatter", "spoiled('reduce_scatter', flip)", {1}),
+    "gather, one bit": ("rooted", "spoiled('gather', flip)", {1}),
+    "all_to_all_v, one byte too far": ("uneven", "spoiled('all_to_all_v', stray)", {1}),
+    "carried types, one bit": ("carried", "spoiled('all_reduce', flip)", {1}),
     "send, one bit": ("send_recv", "spoiled('send', flip)", {0, 1}),
     "group, one bit": ("group", "spoiled('send', flip)", {0, 1}),
     "barrier that waits for nobody": ("barrier", "patched('barrier', lambda self, **how: None)", {0, 1}),
     "order, one bit": ("order", "spoiled('all_reduce', nudge)", {0, 1}),
     "two numbers a collective": ("sequence", "patched('all_reduce', twice)", {0, 1}),
     "strided arrays taken": ("refusals", "patched('broadcast', straight)", {0, 1}),
-    "another stream": ("producer_stream", "patched('_streams', elsewhere)", {0, 1}),
+    "another stream": ("producer_stream", "patched('_streams', elsewhere, Arguments)", {0, 1}),
     "own stream that does not wait": ("producer_stream", "patched('_on_own_stream', no_order, NcclPlane)", {0, 1}),
     "host that waits": ("producer_stream", "patched('all_reduce', waiting)", {0, 1}),
     "kernel that is not launched": (
@@ -204,7 +207,7 @@ SABOTAGE = {
     "kernel that one rank cannot make": ("add_path", "broken_kernel()", {1}),
     "unaligned memory": ("registered", "patched('symmetric_alloc', unaligned, NcclPlane)", {0, 1}),
     "handle taken twice": ("registered", "patched('deregister_buffer', lambda self, handle: None, NcclPlane)", {0, 1}),
-    "captured stream taken": ("capture", "patched('_captured', lambda self, stream: False, Device)", {0, 1}),
+    "captured stream taken": ("capture", "taken()", {0, 1}),
     "capture that is spoiled": ("capture", "patched('_captured', spoiling, Device)", {0, 1}),
     "operators not compared": ("mismatch", "not_compared('op')", {0, 1}),
 }
@@ -213,11 +216,13 @@ SABOTEUR = """
 import contextlib, time
 from dataclasses import replace
 import numpy as np
+from butter_mpi.arguments import Arguments
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.planes import meeting
 from butter_mpi.planes.issuing import Issuer
+from butter_mpi.planes.keeping import Keeping
 from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.selftest.catalogue import CHECKS
 from butter_mpi.selftest.places import DeviceArray
@@ -230,6 +235,13 @@ def patched(name, value, owner=Communicator):
         yield
     finally:
         setattr(owner, name, original)
+
+@contextlib.contextmanager
+def taken():
+    # An event that is captured could not be queried any more.
+    with patched("_captured", lambda self, stream: False, Device):
+        with patched("add", lambda self, operations: None, Keeping):
+            yield
 
 def until_done(device, stream):
     while not device.ready(stream):
@@ -289,7 +301,7 @@ def straight(self, buffer, root=0, original=Communicator.broadcast, **how):
         buffer = replace(buffer, step=1, pointer=buffer.pointer - (buffer.count - 1) * buffer.dtype.itemsize)
     original(self, buffer, root, **how)
 
-def elsewhere(self, kind, stream, buffers):
+def elsewhere(self, kind, what, stream, buffers):
     return self._plane.stream, ()
 
 def no_order(self, operations):

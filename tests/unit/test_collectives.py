@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from butter_mpi.collectives import Operation, call_site, check_plan, describe, signature
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.collectives import Operation, call_site, carried, check_plan, describe, signature
+from butter_mpi.enums import DType, PreMulSum, ReduceOp
 
 
 def test_signature_reads_well() -> None:
@@ -16,6 +16,27 @@ def test_signature_reads_well() -> None:
     assert describe(signature(operation, 42)) == "broadcast #42 (uint8 x 1099511627776, root 0) at train.py:34"
     record = signature(operation, 43) | {"way": "mail"}
     assert describe(record) == "broadcast #43 (uint8 x 1099511627776, root 0, by mail) at train.py:34"
+
+
+def test_uneven_operations_tell_no_count() -> None:
+    """What every rank has its own counts of names none; its data is compared pair by pair."""
+    operation = Operation("gather_v", 0, DType.FLOAT32, root=1, site="train.py:35")
+    assert describe(signature(operation, 44)) == "gather_v #44 (float32, root 1) at train.py:35"
+
+
+def test_types_that_nccl_lacks_are_carried_by_others() -> None:
+    """Truth values go as bytes that are "or" or "and", complex numbers as pairs, 16-bit integers as bytes."""
+
+    def way(dtype: DType, op: ReduceOp | PreMulSum | None = None) -> tuple[DType, int, object]:
+        found = carried(Operation("all_reduce" if op else "broadcast", 3, dtype, op=op))
+        return found.dtype, found.count, found.op
+
+    assert way(DType.FLOAT32, ReduceOp.SUM) == (DType.FLOAT32, 3, ReduceOp.SUM)
+    assert way(DType.BOOL, ReduceOp.SUM) == way(DType.BOOL, ReduceOp.MAX) == (DType.UINT8, 3, ReduceOp.MAX)
+    assert way(DType.BOOL, ReduceOp.PROD) == way(DType.BOOL, ReduceOp.MIN) == (DType.UINT8, 3, ReduceOp.MIN)
+    assert way(DType.COMPLEX128, PreMulSum(2)) == (DType.FLOAT64, 6, PreMulSum(2))
+    assert way(DType.COMPLEX64) == (DType.FLOAT32, 6, None) and way(DType.INT16) == (DType.UINT8, 6, None)
+    assert way(DType.UINT16, ReduceOp.SUM) == (DType.UINT16, 3, ReduceOp.SUM)
 
 
 def test_call_site_is_here() -> None:
@@ -44,11 +65,14 @@ def test_plan_in_one_form() -> None:
     assert check_plan(plan) == {"operation": "all_reduce", "count": 3, "dtype": "bfloat16", "op": "max", "root": None}
     assert (check_plan({"operation": "barrier"}) or {})["dtype"] == "uint8"
     assert check_plan(None) is None
+    reduced = {"operation": "reduce", "count": 3, "dtype": "bool", "op": "premul_sum", "root": 1}
+    assert check_plan(reduced) == {**reduced} and check_plan({**reduced, "op": PreMulSum(2)}) == reduced
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
+        ({"operation": "gather_v", "root": 0}, "plan operation must be one of all_reduce, all_gather"),
         ({"operation": "send"}, "plan operation must be one of all_reduce, all_gather"),
         (
             {"operation": "barrier", "shape": 3},

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from butter_mpi.collectives import RULES, Operation, control_signature, describe, signature
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.enums import DType, PreMulSum, ReduceOp
 from butter_mpi.recorder import COLLECTIVES, DTYPES, EXCHANGES, KINDS, OPS, PAIRS, SITES, SIZE, Reader, Recorder
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def every_operation() -> list[Operation]:
         Operation(kind, 1024, dtype, op=op, root=root, peer=3 if rule.paired else None, site=f"app/{kind}.py:7")
         for kind, rule in RULES.items()
         for dtype in DType
-        for op in (ReduceOp if rule.reduces else [None])
+        for op in ([*ReduceOp, PreMulSum(2)] if rule.reduces else [None])
         for root in ((0, 5) if rule.rooted else [None])
     ]
 
@@ -84,7 +84,7 @@ def test_names_are_those_of_the_enums() -> None:
     """The tables that the watcher reads by are the package's own, by number."""
     assert tuple(RULES) == KINDS
     assert list(enumerate(DTYPES)) == sorted((one.nccl, one.label) for one in DType)
-    assert list(enumerate(OPS)) == sorted((one.nccl, one.label) for one in ReduceOp)
+    assert list(enumerate(OPS)) == sorted((one.nccl, one.label) for one in (*ReduceOp, PreMulSum(1)))
     planes = "".join(path.read_text() for path in (_ROOT / "butter_mpi" / "planes").glob("*.py"))
     assert {*re.findall(r'\b_exchanged\("(\w+)"', planes), "attempt_reconnect"} == set(EXCHANGES)
 

@@ -18,9 +18,9 @@ class _Plane(SoloPlane):
         super().__init__(who="rank 0/1 on here", deadline=10)
         self.submitted: list[Operation] = []
 
-    def submit(self, operation: Operation, keep: Any = None) -> None:
+    def submit(self, operation: Operation) -> None:
         self.submitted.append(operation)
-        super().submit(operation, keep)
+        super().submit(operation)
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ REDUCERS: dict[ReduceOp, Any] = {
     ReduceOp.MAX: np.maximum,
     ReduceOp.MIN: np.minimum,
 }
-INTEGERS = tuple(dtype for dtype in DType if "int" in dtype.label)
-FLOATS = tuple(dtype for dtype in DType if dtype not in INTEGERS)
+TYPES = tuple(dtype for dtype in DType if dtype.native)
+INTEGERS = tuple(dtype for dtype in TYPES if "int" in dtype.label)
+FLOATS = tuple(dtype for dtype in TYPES if dtype not in INTEGERS)
 EACH = pytest.mark.parametrize(
-    ("dtype", "op"), list(itertools.product(DType, ReduceOp)), ids=lambda value: getattr(value, "label", None)
+    ("dtype", "op"), list(itertools.product(TYPES, ReduceOp)), ids=lambda value: getattr(value, "label", None)
 )
 
 

@@ -48,7 +48,7 @@ def test_every_element_type_is_known(dtype: DType) -> None:
         (FLOATS[::2], "not C-contiguous"),
         (FLOATS[::-1], "not C-contiguous"),
         (FLOATS.view(np.dtype(">f4")), "foreign byte order"),
-        (FLOATS.view(np.dtype(np.complex64)), "dtype must be one of"),
+        (FLOATS.view(np.dtype("V4")), "dtype must be one of"),
     ],
 )
 def test_what_operations_refuse_can_be_made(array: DeviceArray, said: str) -> None:
@@ -80,8 +80,8 @@ def types(version: int, *capabilities: tuple[int, int], plane: str = "nccl") -> 
 
 def test_types_are_what_every_rank_can() -> None:
     """8-bit floats are left out below NCCL 2.24, and of reductions where one device is older than 9.0."""
-    every = tuple(DType)
-    others = tuple(dtype for dtype in DType if "float8" not in dtype.label)
+    every = tuple(dtype for dtype in DType if dtype.native)
+    others = tuple(dtype for dtype in every if "float8" not in dtype.label)
     assert types(22400, (9, 0), (12, 1)) == Types(every, every, "")
     assert types(0, (0, 0), plane="solo") == Types(every, every, "")
     old = types(22399, (9, 0))

@@ -97,6 +97,7 @@ API CUresult cuEventQuery(CUevent event) {
   if (!valid(event)) return CUDA_ERROR_INVALID_HANDLE;
   driver_lock();
   CUresult status = refuse_captured(event);
+  if (!status) status = capture_unsafe();
   if (!status && event->mark && !event->mark->done) status = CUDA_ERROR_NOT_READY;
   else if (!status) mark_await(event->mark);
   driver_unlock();

@@ -62,6 +62,13 @@ static ncclResult_t submit(ncclComm_t comm, const char *name, task t) {
   ncclResult_t result = comm_ready(comm);
   if (result) return group_error(result);
   if ((result = check(comm, function, &t))) return refuse(comm, result);
+  if (t.op >= BUILTIN_OPS) {
+    int i = t.op - BUILTIN_OPS;
+    t.by.residence = comm->ops[i].residence;
+    t.by.real = comm->ops[i].real;
+    t.by.integer = comm->ops[i].integer;
+    t.by.device = comm->ops[i].device;
+  }
   if (!t.count) return ncclSuccess; /* nothing is moved, and nobody is waited for */
   return group_task(comm, t);
 }

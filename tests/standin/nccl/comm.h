@@ -143,6 +143,7 @@ typedef struct task {
   void *recv, *stream;
   uint64_t count, offset;
   int dtype, op, root, wrong, done;
+  struct { int residence; double real; int64_t integer; void *device; } by; /* of an operator of one's own, read at the call */
 } task;
 
 typedef struct bundle { /* what a group holds for one communicator */

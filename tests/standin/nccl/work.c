@@ -55,10 +55,10 @@ static void scale(collective *c, void *stage, size_t count) {
   double real = 1.0 / c->comm->size;
   int64_t integer = 1;
   if (op >= BUILTIN_OPS) {
-    int i = op - BUILTIN_OPS, immediate = c->comm->ops[i].residence == ncclScalarHostImmediate;
-    void *scalar = immediate ? NULL : cuda()->shadow((uintptr_t)c->comm->ops[i].device, dtype_bytes(dtype));
-    real = c->comm->ops[i].real;
-    integer = c->comm->ops[i].integer;
+    int immediate = c->task->by.residence == ncclScalarHostImmediate;
+    void *scalar = immediate ? NULL : cuda()->shadow((uintptr_t)c->task->by.device, dtype_bytes(dtype));
+    real = c->task->by.real;
+    integer = c->task->by.integer;
     if (scalar) scalar_read(scalar, dtype, &real, &integer);
   } else if (op != ncclAvg || dtype_is_integer(dtype)) {
     return;

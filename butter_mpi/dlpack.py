@@ -1,0 +1,114 @@
+"""What an array says of its memory by DLPack, read by ctypes and given back at once."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LEGACY_STREAM", "NO_ORDER", "Seen", "follow", "look"]
+
+_OLD, _VERSIONED = b"dltensor", b"dltensor_versioned"
+_HOST = (1, 3)  # the CPU's, also pinned for CUDA
+_CUDA = (2, 13)  # a CUDA device's, also managed
+LEGACY_STREAM = 1
+"""What the legacy default stream is called there."""
+NO_ORDER = -1
+"""Asks for no order at all."""
+_READ_ONLY = 1
+_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool", 10: "float8_e4m3fn", 12: "float8_e5m2"}
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    """``DLManagedTensorVersioned``."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What an array says: ``strides`` are in elements, ``None`` for contiguous; ``dtype`` a name, known here or not."""
+
+    pointer: int
+    on_device: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    readonly: bool
+
+
+def look(array: Any, stream: int = NO_ORDER) -> Seen:
+    """Return what an array says of its memory.
+
+    `stream` is what a device array's library is asked to order with its own work: none, where it knows that answer.
+    The capsule is not consumed: its own destructor gives back what the array's library holds for it, and whoever has
+    the array has its memory.
+
+    Raises
+    ------
+    ValueError
+        It is in memory of a kind that is neither the host's nor CUDA's.
+    """
+    kind = int(array.__dlpack_device__()[0])
+    if kind not in _HOST + _CUDA:
+        raise ValueError(f"its device is of DLPack's kind {kind}, neither host nor CUDA")
+    capsule = _capsule(array, stream if kind in _CUDA else None)
+    tensor, readonly = _read(capsule)
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    return Seen(pointer if tensor.data else 0, kind in _CUDA, shape, strides, _dtype(tensor), readonly)
+
+
+def follow(array: Any, stream: int) -> None:
+    """Let a stream come after what an array's library has under way on the array: the library does it, when asked."""
+    _capsule(array, stream or LEGACY_STREAM)
+
+
+def _capsule(array: Any, stream: int | None) -> Any:
+    try:
+        return array.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:
+        # A library of before version 1 of the protocol.
+        return array.__dlpack__(stream=stream)
+
+
+def _read(capsule: Any) -> tuple[_Tensor, bool]:
+    api = ctypes.pythonapi
+    valid, pointer = api.PyCapsule_IsValid, api.PyCapsule_GetPointer
+    valid.argtypes = pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    pointer.restype = ctypes.c_void_p
+    if valid(capsule, _VERSIONED):
+        whole = _Versioned.from_address(pointer(capsule, _VERSIONED))
+        return whole.tensor, bool(whole.flags & _READ_ONLY)
+    return _Tensor.from_address(pointer(capsule, _OLD)), False
+
+
+def _dtype(tensor: _Tensor) -> str:
+    kind = _KINDS.get(tensor.code, f"DLPack kind {tensor.code} ")
+    whole = kind == "bool" or kind.startswith("float8")
+    return (kind if whole else f"{kind}{tensor.bits}") + (f"x{tensor.lanes}" if tensor.lanes != 1 else "")

@@ -1,0 +1,117 @@
+"""Buffers that work on a stream still uses, kept alive until the stream has passed that work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from butter_mpi.collectives import Operation
+from butter_mpi.device import Device
+from butter_mpi.errors import CUDAError
+
+__all__ = ["Keeping"]
+
+
+_LEFT: list[Keeping] = []
+
+
+class _Kept:
+    """What one submission uses on one stream; passed when its event is, and not before it has one."""
+
+    __slots__ = ("event", "marked", "owners", "stream")
+
+    def __init__(self, stream: int, owners: tuple[Any, ...], event: int) -> None:
+        self.stream, self.owners, self.event = stream, owners, event
+        self.marked = False
+
+
+class Keeping:
+    """Holds the owners of buffers, and lets go of them in the order of each stream.
+
+    Whoever frees an array right after it was handed over would have its memory used by others while NCCL still reads or
+    writes it. An event behind each operation tells when the stream has passed; it is looked at when the next operation
+    comes, and when somebody asks for the health of the communicator. The host waits for nothing.
+
+    Parameters
+    ----------
+    device : Device
+        The device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._streams: dict[int, deque[_Kept]] = {}
+        self._unmarked: list[_Kept] = []
+        self._idle: list[int] = []
+        self._late: list[Sequence[Operation]] = []
+
+    def add(self, operations: Sequence[Operation]) -> None:
+        """Keep what operations use that are about to be submitted."""
+        for operation in operations:
+            if operation.keep:
+                self._add(operation.stream, operation.keep)
+
+    def _add(self, stream: int, owners: tuple[Any, ...]) -> None:
+        line = self._streams.setdefault(stream, deque())
+        newest = line[-1] if line else None
+        # A loop over the same buffers moves one event on.
+        if newest is not None and _same(newest.owners, owners):
+            newest.marked = False
+        else:
+            newest = _Kept(stream, owners, self._idle.pop() if self._idle else self._device.make_event())
+            line.append(newest)
+        self._unmarked.append(newest)
+
+    def mark(self) -> None:
+        """Put the events behind what was submitted since the last time."""
+        for kept in self._unmarked:
+            self._device.record(kept.event, kept.stream)
+            kept.marked = True
+        self._unmarked.clear()
+
+    def later(self, operations: Sequence[Operation]) -> None:
+        """Keep what operations use that were submitted before; a finalizer may call this, so it asks no driver."""
+        self._late.append(operations)
+
+    def release(self) -> None:
+        """Let go of what streams have passed."""
+        if self._late:
+            late, self._late = self._late, []
+            for operations in late:
+                self.add(operations)
+            self.mark()
+        if not any(line[0].marked for line in self._streams.values()):
+            return
+        with self._device.beside_captures():
+            for stream, line in list(self._streams.items()):
+                while line and line[0].marked and self._device.event_ready(line[0].event):
+                    self._idle.append(line.popleft().event)
+                if not line:
+                    del self._streams[stream]
+
+    def leave(self) -> None:
+        """Let go of what streams have passed, now and, of what they have not, when the next communicator leaves."""
+        _LEFT.append(self)
+        for one in list(_LEFT):
+            # Where the context is lost nothing runs, and nothing can be asked.
+            with contextlib.suppress(CUDAError):
+                one.release()
+            if not one._streams:
+                _LEFT.remove(one)
+                one.clear()
+
+    def clear(self) -> None:
+        """Let go of everything, when nothing can use it any more, and give the events back."""
+        events = [*self._idle, *(kept.event for line in self._streams.values() for kept in line)]
+        self._streams.clear()
+        self._unmarked.clear()
+        self._late = []
+        self._idle = []
+        for event in events:
+            self._device.destroy_event(event)
+
+
+def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))

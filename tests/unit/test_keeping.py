@@ -1,0 +1,127 @@
+"""Buffers are kept exactly until their stream has passed the operation that uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+
+from butter_mpi.collectives import Operation
+from butter_mpi.enums import DType
+from butter_mpi.planes import keeping
+from butter_mpi.planes.keeping import Keeping
+
+
+class _Array:
+    """What a user hands over."""
+
+
+class _Device:
+    """Events by number; a stream has passed those that a test says it has."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self.looks = 0
+        self.recorded: list[tuple[int, int]] = []
+        self.passed: set[int] = set()
+        self.living: set[int] = set()
+
+    def make_event(self) -> int:
+        event = next(self._numbers)
+        self.living.add(event)
+        return event
+
+    def destroy_event(self, event: int) -> None:
+        self.living.remove(event)
+
+    def record(self, event: int, stream: int) -> None:
+        self.recorded.append((event, stream))
+        self.passed.discard(event)
+
+    def beside_captures(self) -> contextlib.AbstractContextManager[None]:
+        self.looks += 1
+        return contextlib.nullcontext()
+
+    def event_ready(self, event: int) -> bool:
+        return event in self.passed
+
+
+@pytest.fixture
+def device() -> Any:
+    """A device that makes events and nothing else."""
+    return _Device()
+
+
+def submit(kept: Keeping, stream: int, *owners: Any) -> None:
+    """Do what a plane does around an operation."""
+    kept.add([Operation("broadcast", 1, DType.UINT8, stream=stream, keep=owners)])
+    kept.release()
+    kept.mark()
+
+
+def dead(reference: weakref.ref) -> bool:
+    """Return whether nobody has it any more."""
+    gc.collect()
+    return reference() is None
+
+
+def test_in_the_order_of_each_stream(device: Any) -> None:
+    """What one stream has passed goes, whatever another one holds; a later operation of a stream waits its turn."""
+    kept, arrays = Keeping(device), [_Array() for _ in range(3)]
+    references = [weakref.ref(array) for array in arrays]
+    for stream in (7, 8, 7):
+        submit(kept, stream, arrays.pop(0))
+    assert device.recorded == [(1, 7), (2, 8), (3, 7)]
+    device.passed = {2, 3}
+    kept.release()
+    assert [dead(one) for one in references] == [False, True, False]
+    device.passed.add(1)
+    kept.release()
+    assert [dead(one) for one in references] == [True, True, True]
+    submit(kept, 9, _Array())
+    assert len(device.living) == 3, "an event was not used again"
+
+
+def test_a_loop_over_the_same_buffers_moves_one_event(device: Any) -> None:
+    """The same buffers on the same stream are kept once, until the last operation on them is passed."""
+    kept, one, other = Keeping(device), _Array(), _Array()
+    for _ in range(5):
+        submit(kept, 7, one, other)
+    assert device.recorded == [(1, 7)] * 5 and not device.looks, "nothing had to be asked"
+    submit(kept, 7, other, one)
+    assert device.recorded[-1] == (2, 7)
+
+
+def test_what_failed_on_its_way_is_kept(device: Any) -> None:
+    """What has no event behind it yet may be in use; the next operation's mark is behind it too."""
+    kept, reference = Keeping(device), None
+    array = _Array()
+    reference = weakref.ref(array)
+    kept.add([Operation("broadcast", 1, DType.UINT8, stream=7, keep=(array,))])
+    del array
+    device.passed = {1}
+    kept.release()
+    assert not dead(reference) and device.recorded == []
+    submit(kept, 8)
+    assert device.recorded == [(1, 7)]
+    device.passed = {1}
+    kept.release()
+    assert dead(reference)
+
+
+def test_one_that_leaves_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator that ends with work under way keeps its buffers; the next one that ends lets go of them."""
+    monkeypatch.setattr(keeping, "_LEFT", [])
+    kept, array = Keeping(device), _Array()
+    reference = weakref.ref(array)
+    submit(kept, 7, array)
+    del array
+    kept.leave()
+    assert not dead(reference) and device.living == {1}
+    device.passed = {1}
+    Keeping(device).leave()
+    assert dead(reference) and device.living == set() and keeping._LEFT == []
