@@ -27,6 +27,7 @@ def start() -> None:
     try:
         one.wait_until_ready(Watch(20))
     finally:
+        one.close()
         one.leave()
 
 
