@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import re
 import statistics
 import sys
 import time
@@ -19,38 +18,25 @@ import timeit
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from butter_mpi import bootstrap, nccl
+from butter_mpi import nccl
+from butter_mpi.benchmarking import Array, run, wait
 from butter_mpi.collectives import call_site
 from butter_mpi.communicator import Communicator
 from butter_mpi.cuda import check, load_driver, prepared
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
 from butter_mpi.lane import LANE
-from butter_mpi.launch import read_launch
-from butter_mpi.policy import set_unset_policy
 from butter_mpi.recorder import Recorder
 
-__all__ = ["fitting", "main"]
+__all__ = ["main"]
 
 _COUNT = 16
 # No more calls than every driver takes on a stream that stands still.
 _CALLS, _ROUNDS = 100, 25
 _LOOPS, _REPEATS = 200, 200
 _BUSY_MICROSECONDS = 10_000
-_SECONDS = 30.0
-_OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
 _BARE = "ctypes, arguments prepared"
-
-
-class _Array:
-    """A small array in device memory."""
-
-    def __init__(self, device: Device, stream: int) -> None:
-        self.pointer = device.alloc(4 * _COUNT)
-        shape = {"shape": (_COUNT,), "typestr": "<f4", "version": 3, "stream": stream}
-        self.__cuda_array_interface__ = {**shape, "data": (self.pointer, False)}
 
 
 def _keep_busy(stream: int) -> None:
@@ -61,29 +47,18 @@ def _keep_busy(stream: int) -> None:
     check("cuLaunchHostFunc", load_driver().CUresult(status))
 
 
-def _wait(device: Device, stream: int) -> None:
-    end = time.monotonic() + _SECONDS
-    while not device.ready(stream):
-        if time.monotonic() > end:
-            raise ButterError(f"the stream was not done within {_SECONDS:g} s")
-        time.sleep(1e-4)
-
-
-def _check(comm: Communicator, device: Device, array: _Array, stream: int) -> None:
+def _check(comm: Communicator, device: Device, array: Array, stream: int) -> None:
     """Raise unless the sum of ones is the world size: before that its speed means nothing."""
-    if comm.world_size < 2:
-        raise ButterError("one rank makes no NCCL call; start it with mpirun -np 2")
     host = (ctypes.c_float * _COUNT)(*[1.0] * _COUNT)
     device.copy(array.pointer, ctypes.addressof(host), ctypes.sizeof(host), stream)
     comm.all_reduce(array, stream=stream)
     device.copy(ctypes.addressof(host), array.pointer, ctypes.sizeof(host), stream)
-    _wait(device, stream)
-    comm.check_async_error()
+    wait(comm, device, stream)
     if list(host) != [float(comm.world_size)] * _COUNT:
         raise ButterError(f"all_reduce of ones gave {list(host)}, expected {comm.world_size} everywhere")
 
 
-def _variants(comm: Communicator, array: _Array, stream: int) -> dict[str, Callable[[], Any]]:
+def _variants(comm: Communicator, array: Array, stream: int) -> dict[str, Callable[[], Any]]:
     plane: Any = comm.backend
     library, handle = plane.native()
     dtype, op, at = DType.FLOAT32, ReduceOp.SUM, array.pointer
@@ -111,13 +86,13 @@ def _measure(
             for _ in range(_CALLS):
                 call()
             elapsed = time.perf_counter() - began
-            _wait(device, stream)
+            wait(comm, device, stream)
             if number:  # the first round warms up
                 times[name].append(1e6 * elapsed / _CALLS)
     return times
 
 
-def _features(comm: Communicator, array: _Array, stream: int, recorder: Recorder) -> dict[str, Callable[[], Any]]:
+def _features(comm: Communicator, array: Array, stream: int, recorder: Recorder) -> dict[str, Callable[[], Any]]:
     """Return what each feature of a submission does, as the path does it, and first of all nothing."""
     plane: Any = comm.backend
     at, kind = array.pointer, "all_reduce"
@@ -155,7 +130,7 @@ def _features(comm: Communicator, array: _Array, stream: int, recorder: Recorder
     }
 
 
-def _costs(comm: Communicator, device: Device, array: _Array, stream: int) -> dict[str, tuple[float, float]]:
+def _costs(comm: Communicator, device: Device, array: Array, stream: int) -> dict[str, tuple[float, float]]:
     """Return what each feature costs, in nanoseconds, alone in a loop and before a bare C call, less nothing there.
 
     The least of many: what other processes take of this machine is none of theirs. The recorder is another one than the
@@ -198,6 +173,16 @@ def _table(times: dict[str, list[float]], costs: dict[str, tuple[float, float]],
     return "\n".join(lines)
 
 
+def _print(comm: Communicator) -> None:
+    plane: Any = comm.backend
+    array = Array(plane.device, _COUNT, plane.stream)
+    _check(comm, plane.device, array, plane.stream)
+    times = _measure(comm, plane.device, plane.stream, _variants(comm, array, plane.stream))
+    costs = _costs(comm, plane.device, array, plane.stream)
+    if comm.rank == 0:
+        print(_table(times, costs, comm))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; rank 0 prints the table.
 
@@ -214,39 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m butter_mpi.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--share-gpu", action="store_true", help="allow two ranks on one GPU")
     options = parser.parse_args(arguments)
-    set_unset_policy()
-    try:
-        with bootstrap.init(plane="nccl", share_gpu=options.share_gpu or None) as comm:
-            plane: Any = comm.backend
-            array = _Array(plane.device, plane.stream)
-            _check(comm, plane.device, array, plane.stream)
-            times = _measure(comm, plane.device, plane.stream, _variants(comm, array, plane.stream))
-            costs = _costs(comm, plane.device, array, plane.stream)
-            if comm.rank == 0:
-                print(_table(times, costs, comm))
-    except ButterError as error:
-        # A refusal is the same on every rank, and once is enough.
-        if not read_launch(c_environment()).claimed_rank:
-            sys.stderr.write(f"butter_mpi.bench: {fitting(str(error))}\n")
-        return 3
-    return 0
-
-
-def fitting(text: str) -> str:
-    """Return what refused a start, without the way round it that a benchmark has not: another plane.
-
-    Parameters
-    ----------
-    text : str
-        Of the error.
-
-    Returns
-    -------
-    str
-        The text, with what the benchmark needs.
-    """
-    fitting = _OTHER_PLANE.sub("", text)
-    return fitting if fitting == text else f"{fitting}\n  The benchmark measures NCCL's calls, so it needs GPUs"
+    return run("bench", options, _print)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from butter_mpi import bootstrap, nccl
-from butter_mpi.bench import fitting
+from butter_mpi import nccl
+from butter_mpi.benchmarking import Array, run, wait
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
-from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError, NotSupportedError
 from butter_mpi.kernels import bf16_add_inplace
-from butter_mpi.launch import read_launch
-from butter_mpi.policy import set_unset_policy
 
 __all__ = ["main"]
 
@@ -40,7 +37,6 @@ _BF16_SHIFT = 16
 _CHUNK = 2**26
 _ROUNDS = 7
 _ROUND_SECONDS, _MOST_CALLS, _LEAST_CALLS = 0.02, 200, 3
-_SECONDS = 60.0
 BARE = "bare"
 
 
@@ -120,6 +116,9 @@ class Sweep:
         """Return what is compared at a size; the first is what the others are ratios of."""
         plane, found = self._plane, [Variant(BARE, self._plain, self._bare(self._plain, nbytes, dtype))]
         found.append(Variant("plane", self._plain, lambda: plane.all_reduce(self._plain, nbytes, dtype=dtype)))
+        if dtype is DType.FLOAT32:
+            array = Array(self._device, nbytes // dtype.itemsize, self._stream, self._plain)
+            found.append(Variant("plan", self._plain, self._comm.plan_all_reduce(array, stream=self._stream)))
         found.append(Variant("registered", self._registered, self._bare(self._registered, nbytes, dtype)))
         if self._windowed:
             found.append(Variant("symmetric", self._symmetric, self._bare(self._symmetric, nbytes, dtype)))
@@ -198,13 +197,7 @@ class Sweep:
         return time.perf_counter() - began
 
     def _wait(self, pause: float = 1e-4) -> None:
-        end = time.monotonic() + _SECONDS
-        while not self._device.ready(self._stream):
-            if time.monotonic() > end:
-                raise ButterError(f"the stream was not done within {_SECONDS:g} s")
-            if pause:
-                time.sleep(pause)
-        self._comm.check_async_error()
+        wait(self._comm, self._device, self._stream, pause)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -245,8 +238,6 @@ def _table(found: dict[str, Any]) -> str:
 
 
 def _run(comm: Communicator, least: int, most: int) -> dict[str, Any]:
-    if comm.world_size < 2:
-        raise ButterError("one rank makes no NCCL call; start it with mpirun -np 2")
     sweep = Sweep(comm, most)
     rows = []
     for dtype in _ONES:
@@ -278,20 +269,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.least > options.most:
         parser.error("--from must not be larger than --to")
-    set_unset_policy()
-    try:
-        with bootstrap.init(plane="nccl", share_gpu=options.share_gpu or None) as comm:
-            found = _run(comm, options.least, options.most)
-            if comm.rank == 0:
-                print(_table(found))
-                if options.json:
-                    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except ButterError as error:
-        # A refusal is the same on every rank, and once is enough.
-        if not read_launch(c_environment()).claimed_rank:
-            sys.stderr.write(f"butter_mpi.sweep: {fitting(str(error))}\n")
-        return 3
-    return 0
+
+    def measure(comm: Communicator) -> None:
+        found = _run(comm, options.least, options.most)
+        if comm.rank == 0:
+            print(_table(found))
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    return run("sweep", options, measure)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""What the benchmarks share: their start and its refusals, an array on the device, and a wait that is bounded."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable
+
+from butter_mpi import bootstrap
+from butter_mpi.communicator import Communicator
+from butter_mpi.device import Device
+from butter_mpi.environment import c_environment
+from butter_mpi.errors import ButterError
+from butter_mpi.launch import read_launch
+from butter_mpi.policy import set_unset_policy
+
+__all__ = ["Array", "run", "wait"]
+
+_SECONDS = 60.0
+_OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
+
+
+class Array:
+    """A float32 array in device memory.
+
+    Parameters
+    ----------
+    device : Device
+        Where.
+    count : int
+        Elements.
+    stream : int
+        The stream that it names.
+    pointer : int, optional
+        Its memory; new memory if not given.
+    """
+
+    def __init__(self, device: Device, count: int, stream: int, pointer: int = 0) -> None:
+        self.pointer = pointer or device.alloc(4 * count)
+        shape = {"shape": (count,), "typestr": "<f4", "version": 3, "stream": stream}
+        self.__cuda_array_interface__ = {**shape, "data": (self.pointer, False)}
+
+
+def wait(comm: Communicator, device: Device, stream: int, pause: float = 1e-4) -> None:
+    """Wait until a stream is done.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Whose work is on it.
+    device : Device
+        The device.
+    stream : int
+        The stream.
+    pause : float, default 1e-4
+        Seconds between two looks.
+
+    Raises
+    ------
+    ButterError
+        It was not done in time, or is only because the communicator broke.
+    """
+    end = time.monotonic() + _SECONDS
+    while not device.ready(stream):
+        if time.monotonic() > end:
+            raise ButterError(f"the stream was not done within {_SECONDS:g} s")
+        if pause:
+            time.sleep(pause)
+    comm.check_async_error()
+
+
+def run(name: str, options: argparse.Namespace, measure: Callable[[Communicator], None]) -> int:
+    """Start on the nccl plane, with the policy variables set where they are unset, and measure.
+
+    Parameters
+    ----------
+    name : str
+        Of the benchmark.
+    options : argparse.Namespace
+        With ``share_gpu``.
+    measure : callable
+        Takes the communicator.
+
+    Returns
+    -------
+    int
+        0, or 3 where there is no nccl plane or the measuring failed.
+    """
+    set_unset_policy()
+    try:
+        comm = bootstrap.init(plane="nccl", share_gpu=options.share_gpu or None)
+    except ButterError as error:
+        # A refusal is the same on every rank, and once is enough.
+        if not read_launch(c_environment()).claimed_rank:
+            sys.stderr.write(f"butter_mpi.{name}: {_fitting(str(error))}\n")
+        return 3
+    if comm.world_size < 2:
+        comm.close()
+        sys.stderr.write(f"butter_mpi.{name}: one rank makes no NCCL call; start it with mpirun -np 2\n")
+        return 3
+    try:
+        with comm:
+            measure(comm)
+    except ButterError as error:
+        sys.stderr.write(f"butter_mpi.{name}: rank {comm.rank}: {error}\n")
+        return 3
+    return 0
+
+
+def _fitting(text: str) -> str:
+    """Return what refused a start, without the way round it that a benchmark has not: another plane."""
+    fitting = _OTHER_PLANE.sub("", text)
+    return fitting if fitting == text else f"{fitting}\n  The benchmark measures NCCL's calls, so it needs GPUs"
