@@ -157,7 +157,7 @@ class NcclLife(OnDevice, PeerPlane):
         if not told:
             notice = {"error": "StartError", "text": text, "lost": [], "phase": phase}
             self._control.send(self._control.peers, "broken", notice)
-            # What ends this rank, and not the start alone, is told by whoever made this; so is a reconnect that failed.
+            # An exit is told by whoever made this; why there was a reconnect has been told.
             start_alone = isinstance(error, Exception) and not watched and self.health.cause is None
             if self._sentinel is not None and start_alone:
                 self._sentinel.tell_of(text, lost=False)

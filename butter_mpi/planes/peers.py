@@ -335,4 +335,5 @@ class PeerPlane(Plane):
     def _lost(self) -> dict[int, str]:
         """Return the ranks that died, as the watcher saw, or ended by a failure, as they said; each with the reason."""
         dead = {} if self._sentinel is None else self._sentinel.gone
-        return {**{rank: str(body["text"]) for rank, body in self._control.gone.items()}, **dead}
+        # What a rank said itself before its end says more.
+        return {**dead, **{rank: str(body["text"]) for rank, body in self._control.gone.items()}}
