@@ -105,9 +105,10 @@ class Operation:
     what comes later. ``waits``: return when it is done; ``waits_for_ever``: it is never late. ``named``: the other
     streams that its arrays name; it comes after what they hold when it is called, and before what comes later there.
 
-    Nobody changes one: it is submitted again where the same is asked for again. (It is not frozen, as it would be made
-    four times as slowly.) ``plain``: one call on its stream, and nothing to wait for. The last three are what others
-    keep in it of earlier submissions: ``code`` the recorder, ``call`` and ``issued`` what puts it on a stream.
+    Nobody changes one but for ``keep``, the arrays that must stay alive: it is submitted again where the same is asked
+    for again. (It is not frozen, as it would be made four times as slowly.) ``plain``: one call on its stream, and
+    nothing to wait for. The last three are what others keep in it of earlier submissions: ``code`` the recorder,
+    ``call`` and ``issued`` what puts it on a stream.
     """
 
     kind: str

@@ -133,6 +133,10 @@ class Device:
             raise CUDAError(_OTHER_CONTEXT.format(ordinal), call="cuCtxGetCurrent", code=0)
         self._own_context = int(self._context)
         self._asked, self._asked_on_lane = _Asked(), _Questions()
+        pointer = ctypes.c_void_p
+        self._record_event = typed("cuEventRecord", pointer, pointer)
+        self._wait_event = typed("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._query_stream, self._query_event = typed("cuStreamQuery", pointer), typed("cuEventQuery", pointer)
         self.make_current()
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -163,10 +167,6 @@ class Device:
             self.make_current()
         elif asked.context.value != self._own_context:
             raise ValueError(_OTHER_CONTEXT.format(self.ordinal))
-
-    def _check(self, name: str, status: int) -> None:
-        if status:
-            check(name, self._driver.CUresult(status))
 
     @functools.cached_property
     def capability(self) -> tuple[int, int]:
@@ -199,28 +199,29 @@ class Device:
 
     def record(self, event: int, stream: int) -> None:
         """Let `event` stand for what `stream` holds now (``cuEventRecord``)."""
-        self.call("cuEventRecord", event, stream)
+        self._check("cuEventRecord", self._record_event(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
         """Let later work on `stream` wait for `event` (``cuStreamWaitEvent``)."""
-        self.call("cuStreamWaitEvent", stream, event, 0)
+        self._check("cuStreamWaitEvent", self._wait_event(stream, event, 0))
 
     def ready(self, stream: int) -> bool:
         """Return whether a stream's work is done (``cuStreamQuery``)."""
-        return self._done("cuStreamQuery", stream)
+        return self._done("cuStreamQuery", self._query_stream(stream))
 
     def event_ready(self, event: int) -> bool:
         """Return whether what an event stands for is done (``cuEventQuery``); work in a captured graph never is."""
-        return self._done("cuEventQuery", event)
+        return self._done("cuEventQuery", self._query_event(event))
 
-    def _done(self, name: str, handle: int) -> bool:
-        try:
-            self.call(name, handle)
-        except CUDAError as error:
-            if error.code in (_NOT_READY, _CAPTURED_EVENT):
-                return False
-            raise
+    def _done(self, name: str, status: int) -> bool:
+        if status in (_NOT_READY, _CAPTURED_EVENT):
+            return False
+        self._check(name, status)
         return True
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            check(name, self._driver.CUresult(status))
 
     def check_stream(self, stream: Any) -> int:
         """Return a stream that work of this device can be put on.

@@ -47,8 +47,15 @@ class Keeping:
         self._idle: list[int] = []
         self._late: list[Sequence[Operation]] = []
 
-    def add(self, operations: Sequence[Operation]) -> None:
-        """Keep what operations use that are about to be submitted."""
+    def keep(self, operations: Sequence[Operation]) -> None:
+        """Keep what operations use that are about to be submitted, and let go of what streams have passed."""
+        if self._late:
+            self._take_late()
+        self._add_all(operations)
+        # After it: a loop over the same buffers has nothing to ask, as its event is about to move on.
+        self._let_go()
+
+    def _add_all(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             if operation.keep:
                 self._add(operation.stream, operation.keep)
@@ -78,10 +85,16 @@ class Keeping:
     def release(self) -> None:
         """Let go of what streams have passed."""
         if self._late:
-            late, self._late = self._late, []
-            for operations in late:
-                self.add(operations)
-            self.mark()
+            self._take_late()
+        self._let_go()
+
+    def _take_late(self) -> None:
+        late, self._late = self._late, []
+        for operations in late:
+            self._add_all(operations)
+        self.mark()
+
+    def _let_go(self) -> None:
         if not any(line[0].marked for line in self._streams.values()):
             return
         with self._device.beside_captures():

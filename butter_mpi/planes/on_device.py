@@ -62,9 +62,7 @@ class OnDevice(Plane):
                 self._order(stream, operation.stream)
 
     def _keep(self, operations: Sequence[Operation]) -> None:
-        # First, as it marks what was submitted before, and these are not.
-        self._keeping.release()
-        self._keeping.add(operations)
+        self._keeping.keep(operations)
 
     def let_go(self, operations: Sequence[Operation]) -> None:
         """Keep what was submitted before until its streams have passed it; asks no driver."""

@@ -158,8 +158,11 @@ class Submitting(ABC):
             self._execute(numbered)
             if named or keeps:
                 self._lead(operations)
-            # Without its arrays, which nobody needs any more.
-            self._last = (replace(operation, keep=()), number) if keeps else one
+            if keeps:
+                # The last one is remembered for messages, which need no arrays.
+                for operation in operations:
+                    operation.keep = ()
+            self._last = one
         except BaseException as error:
             self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
             raise

@@ -212,9 +212,10 @@ def test_memory_of_another_device(comm: Communicator, array: Callable[..., Devic
 def test_freed_memory(comm: Communicator, array: Callable[..., DeviceArray], device: Device) -> None:
     """Memory that went back to the driver is refused, whatever the array still says."""
     pointer = device.alloc(64)
+    freed = array(np.zeros(4), data=(pointer, False))
     device.free(pointer)
     with pytest.raises(ValueError, match=r"sendbuf is host memory, or was freed; .* works on memory of cuda"):
-        comm.all_reduce(array(np.zeros(4), data=(pointer, False)))
+        comm.all_reduce(freed)
     assert comm.sequence == 0 and comm.is_healthy()
 
 

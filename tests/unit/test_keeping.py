@@ -58,7 +58,7 @@ def device() -> Any:
 
 def submit(kept: Keeping, stream: int, *owners: Any) -> None:
     """Do what a plane does around an operation."""
-    kept.add([Operation("broadcast", 1, DType.UINT8, stream=stream, keep=owners)])
+    kept.keep([Operation("broadcast", 1, DType.UINT8, stream=stream, keep=owners)])
     kept.release()
     kept.mark()
 
@@ -101,7 +101,7 @@ def test_what_failed_on_its_way_is_kept(device: Any) -> None:
     kept, reference = Keeping(device), None
     array = _Array()
     reference = weakref.ref(array)
-    kept.add([Operation("broadcast", 1, DType.UINT8, stream=7, keep=(array,))])
+    kept.keep([Operation("broadcast", 1, DType.UINT8, stream=7, keep=(array,))])
     del array
     device.passed = {1}
     kept.release()
