@@ -190,12 +190,13 @@ def test_a_plan_meets_a_plain_call_and_differs_from_another(comm: Communicator, 
 @needs_peer
 def test_a_plan_of_a_broken_communicator(comm: Communicator, make: Make) -> None:
     """A call raises the first cause until a reconnect has succeeded, and then goes on as before."""
-    data = make([1] * 4)
+    # What differs may move anything.
+    data, other = make([1] * 4), make([1] * 4)
     plan = comm.plan_all_reduce(data)
     plan()
 
     def differ() -> None:
-        comm.plan_broadcast(data, 1)() if RANK == 0 else comm.broadcast(data, 0)
+        comm.plan_broadcast(other, 1)() if RANK == 0 else comm.broadcast(other, 0)
         comm.wait_for_async_error(20)
 
     with pytest.raises(CommunicatorBrokenError):
