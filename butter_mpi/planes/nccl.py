@@ -171,10 +171,12 @@ class NcclPlane(NcclLife):
         """Poll the stream; its work also counts as done after an abort, so health has the last word."""
         record = signature(operation, number)
         waiting = self._waiting(record, None if operation.waits_for_ever else self.deadline, unknown=_UNKNOWN)
-        while not self.device.ready(operation.stream):
+        # Once it is poisoned NCCL is being aborted, and the driver answers no question before that is done.
+        while self.health.cause is None and not self.device.ready(operation.stream):
             self._ask_nccl()
             waiting.look(record, self._gone([(operation, number)]), waiting.take())
-        self._ask_nccl()
+        if self.health.cause is None:
+            self._ask_nccl()
         self.health.check(self.who, record["kind"])
 
     def _listen(self) -> None:

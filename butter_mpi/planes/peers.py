@@ -220,9 +220,9 @@ class PeerPlane(Plane):
             self._control.send(self._control.peers, "broken", notice_of(cause))
 
     def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
-        """Return the error that names the rank, if MPI says of one in a moment that it lost it."""
+        """Return the error that names the rank, if MPI says of one in a moment that it lost it, or the watcher does."""
         watch, pause = Watch(_GRACE), Pause()
-        while self._control.broken is None and not watch.tick():
+        while self._control.broken is None and self.health.cause is None and not watch.tick():
             self._control.pump()
             pause()
         if self._control.broken is not None:

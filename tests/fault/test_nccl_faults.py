@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from helpers.mpirun import Job, run_job, start_job
@@ -68,6 +71,33 @@ def passed_alone(n: int, program: str, faults: str = "") -> list[str]:
     result = run_job(n, HEAD.split("comm = start()")[0] + program, env=env(faults), timeout=60)
     assert result.rc == 0, result.text
     return result.rank_out
+
+
+def test_death_that_nccl_sees_first() -> None:
+    """A rank that looks for who broke, as its own NCCL failed, takes the watcher's word when it comes.
+
+    NCCL over NET/Socket sees the end of a peer before the watcher does.
+    """
+    program = """
+plane.barrier(); plane.barrier()
+if RANK:
+    time.sleep(60)
+try:
+    say("asks")
+    until(lambda: comm.check_async_error(), 10)
+except butter_mpi.CommunicatorBrokenError as error:
+    say(f"raised {time.monotonic()} {type(error).__name__} {error.lost_ranks}")
+    raise
+"""
+    how: dict[str, Any] = {"mpi": "openmpi", "options": ["--enable-recovery"]}
+    with start_job(2, HEAD + program, env=env("0@collective#3=6"), **how) as job:
+        job.wait_for("asks", 0)
+        killed = time.monotonic()
+        job.signal(1, signal.SIGKILL)
+        job.wait_for("raised ", 0)
+        job.wait_for("\n", 0)
+        at, text = job.read(0, "out").split("raised ", 1)[1].split(" ", 1)
+        assert float(at) - killed < 0.3 and text.startswith("PeerLostError (1,)"), (float(at) - killed, text)
 
 
 @pytest.mark.parametrize("call", ["comm.wait_for_async_error(10)", "until(lambda: comm.check_async_error(), 5)"])
