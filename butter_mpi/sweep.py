@@ -237,14 +237,21 @@ def _table(found: dict[str, Any]) -> str:
     return "\n".join(lines + [f"{name}: {why}" for name, why in found["without"].items()])
 
 
+def _sizes(least: int, most: int) -> list[int]:
+    """Return sizes from the smallest to the largest, each four times the one before but for the last."""
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(min(4 * sizes[-1], most))
+    return sizes
+
+
 def _run(comm: Communicator, least: int, most: int) -> dict[str, Any]:
     sweep = Sweep(comm, most)
-    rows = []
-    for dtype in _ONES:
-        nbytes = least
-        while nbytes <= most:
-            rows.append({"dtype": dtype.label, "bytes": nbytes, "us": sweep.measure(nbytes, dtype)})
-            nbytes *= 4
+    rows = [
+        {"dtype": dtype.label, "bytes": nbytes, "us": sweep.measure(nbytes, dtype)}
+        for dtype in _ONES
+        for nbytes in _sizes(least, most)
+    ]
     return {**_head(comm), "rows": rows, "without": sweep.without}
 
 
