@@ -28,7 +28,7 @@ _AT_A_TIME = 2
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fault-matrix", description="Run the fault matrix and judge it.")
-    parser.add_argument("--ci", action="store_true", help="the part that fits in ten minutes on two cores")
+    parser.add_argument("--ci", action="store_true", help="the part that is run before a change lands")
     parser.add_argument(
         "--cell", action="append", default=[], metavar="NAME", help="only this cell or scene; repeatable"
     )

@@ -12,9 +12,11 @@ from matrix.running import Seen
 from matrix.table import (
     ENDED_WITHIN,
     ENDING,
+    HOST,
     LATE_AT,
     RANKS,
     START,
+    STRICT,
     VICTIM,
     WARNED_AT,
     Cell,
@@ -195,7 +197,9 @@ class _Judge:
         needs = _SITE if cell.kind == "mismatch" else _NAMED
         whole = self._seen.err if cell.kind == "mismatch" else "\n".join(said)
         file = "\n".join(str(one["text"]) for one in self._seen.verdicts)
-        if not (said and needs.search(whole)):
+        # Where ranks compare what they submit themselves, each of them raises it, and the program may expect that.
+        quiet = cell.kind == "mismatch" and cell.plane in (HOST, STRICT)
+        if not quiet and not (said and needs.search(whole)):
             self._outcome.note(WRONG, "no verdict on stderr")
         if not needs.search(file):
             self._outcome.note(WRONG, "no verdict in the file")
