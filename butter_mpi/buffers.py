@@ -186,8 +186,11 @@ def _tensor_view(tensor: Any, name: str, *, on_device: bool) -> ArrayView:
             f"{name} is not contiguous (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} elements); "
             ".contiguous() makes a copy"
         )
-    if dtype.label.startswith("complex") and (tensor.is_conj() or tensor.is_neg()):
-        raise ValueError(f"{name} is a conjugate that PyTorch has not computed yet; resolve_conj() makes a copy")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{name} is a conjugate, or a part of one, that PyTorch has not computed yet; "
+            "resolve_conj().resolve_neg() makes a copy"
+        )
     return ArrayView(_memory(tensor.data_ptr(), count, name), count, dtype, False, tensor)
 
 

@@ -107,8 +107,8 @@ class Operation:
 
     Nobody changes one but for ``keep``, the arrays that must stay alive: it is submitted again where the same is asked
     for again. (It is not frozen, as it would be made four times as slowly.) ``plain``: one call on its stream, and
-    nothing to wait for. The last three are what others keep in it of earlier submissions: ``code`` the recorder,
-    ``call`` and ``issued`` what puts it on a stream.
+    nothing to wait for. ``bare``: of a plan's, which keeps its arrays, the same without them. The last three are what
+    others keep in it of earlier submissions: ``code`` the recorder, ``call`` and ``issued`` what puts it on a stream.
     """
 
     kind: str
@@ -127,6 +127,7 @@ class Operation:
     named: tuple[int, ...] = ()
     keep: tuple[Any, ...] = field(default=(), compare=False)
     plain: bool = field(default=False, init=False, compare=False, repr=False)
+    bare: Operation | None = field(default=None, init=False, compare=False, repr=False)
     code: Any = field(default=None, init=False, compare=False, repr=False)
     call: Any = field(default=None, init=False, compare=False, repr=False)
     issued: Any = field(default=None, init=False, compare=False, repr=False)

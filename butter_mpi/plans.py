@@ -24,9 +24,11 @@ _MOST_SITES = 64
 class Plan:
     """An operation of one communicator, ready to be submitted by calling it; made by ``Communicator.plan_...``.
 
-    It keeps its arrays, and the stream that was given, alive. Their memory must stay where it was when the plan was
-    made (no ``resize_`` of a tensor). It ends with its communicator: once that is closed or poisoned a call raises what
-    every operation raises; after a successful ``attempt_reconnect()`` the plan goes on.
+    It keeps its arrays, and the stream that was given, alive; once it is dropped they stay until their stream has
+    passed the last call, as those of any operation do. Their memory must stay where it was when the plan was made (no
+    ``resize_`` of a tensor), and an array that speaks only DLPack is ordered after its library's work then, not again.
+    It ends with its communicator: once that is closed or poisoned a call raises what every operation raises; after a
+    successful ``attempt_reconnect()`` the plan goes on.
 
     Parameters
     ----------
@@ -38,13 +40,11 @@ class Plan:
         What has to stay alive.
     """
 
-    __slots__ = ("_comm", "_here", "_keep", "_kept", "_known", "_operations", "_submit")
+    __slots__ = ("_comm", "_here", "_keep", "_known", "_operations", "_submit")
 
     def __init__(self, comm: Any, operations: Sequence[Operation], keep: Any) -> None:
         self._comm, self._submit = comm, comm._plane.submit
-        # Its arrays are kept here, and not anew by each call.
-        self._kept, self._keep = tuple(operations), keep
-        self._operations = tuple(replace(one, keep=()) for one in operations)
+        self._keep, self._operations = keep, _again(operations)
         # By each place that it is called at: the record of a submission names its place.
         self._known: dict[str, tuple[Operation, ...]] = {}
         # Where it was called last, and what is submitted there: one value, as two threads may call it.
@@ -69,12 +69,7 @@ class Plan:
         if len(operations) == 1 and self._comm._plan is None and self._comm._plane._group is None:
             self._submit(operations[0])
         else:
-            # A group may outlive this plan, and keeps the arrays itself.
-            both = zip(operations, self._kept, strict=True)
-            self._comm._submit(tuple(replace(one, keep=kept.keep) for one, kept in both))
-
-    def __del__(self) -> None:
-        self._comm._plane.let_go(self._kept)
+            self._comm._submit(operations)
 
     def _at(self, site: str) -> tuple[Operation, ...]:
         """Return the operations that name a place."""
@@ -82,7 +77,7 @@ class Plan:
         if known is None:
             if len(self._known) >= _MOST_SITES:
                 self._known.clear()
-            known = self._known[site] = tuple(replace(one, site=site) for one in self._operations)
+            known = self._known[site] = _again([replace(one, site=site) for one in self._operations])
         return known
 
     def __repr__(self) -> str:
@@ -92,6 +87,13 @@ class Plan:
         facts += f", root {one.root}" if one.root is not None else ""
         facts += f", peer {one.peer}" if one.peer is not None else ""
         return f"<Plan {one.kind} ({facts}) of {self._comm!r}>"
+
+
+def _again(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Return operations that are submitted again and again, with their arrays: each knows itself without them."""
+    for one in operations:
+        one.bare = replace(one, keep=())
+    return tuple(operations)
 
 
 def _planned(comm: Any, name: str, arguments: Sequence[Any], *, stream: Any, **options: Any) -> Plan:

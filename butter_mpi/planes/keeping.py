@@ -45,30 +45,24 @@ class Keeping:
         self._streams: dict[int, deque[_Kept]] = {}
         self._unmarked: list[_Kept] = []
         self._idle: list[int] = []
-        self._late: list[Sequence[Operation]] = []
 
     def keep(self, operations: Sequence[Operation]) -> None:
         """Keep what operations use that are about to be submitted, and let go of what streams have passed."""
-        if self._late:
-            self._take_late()
-        self._add_all(operations)
-        # After it: a loop over the same buffers has nothing to ask, as its event is about to move on.
-        self._let_go()
-
-    def _add_all(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             if operation.keep:
                 self._add(operation.stream, operation.keep)
+        # After it: a loop over the same buffers has nothing to ask, as its event is about to move on.
+        self.release()
 
     def _add(self, stream: int, owners: tuple[Any, ...]) -> None:
-        line = self._streams.setdefault(stream, deque())
+        line = self._streams.get(stream)
         newest = line[-1] if line else None
         # A loop over the same buffers moves one event on.
         if newest is not None and _same(newest.owners, owners):
             newest.marked = False
         else:
             newest = _Kept(stream, owners, self._idle.pop() if self._idle else self._device.make_event())
-            line.append(newest)
+            self._streams.setdefault(stream, deque()).append(newest)
         self._unmarked.append(newest)
 
     def mark(self) -> None:
@@ -78,23 +72,8 @@ class Keeping:
             kept.marked = True
         self._unmarked.clear()
 
-    def later(self, operations: Sequence[Operation]) -> None:
-        """Keep what operations use that were submitted before; a finalizer may call this, so it asks no driver."""
-        self._late.append(operations)
-
     def release(self) -> None:
         """Let go of what streams have passed."""
-        if self._late:
-            self._take_late()
-        self._let_go()
-
-    def _take_late(self) -> None:
-        late, self._late = self._late, []
-        for operations in late:
-            self._add_all(operations)
-        self.mark()
-
-    def _let_go(self) -> None:
         if not any(line[0].marked for line in self._streams.values()):
             return
         with self._device.beside_captures():
@@ -120,7 +99,6 @@ class Keeping:
         events = [*self._idle, *(kept.event for line in self._streams.values() for kept in line)]
         self._streams.clear()
         self._unmarked.clear()
-        self._late = []
         self._idle = []
         for event in events:
             self._device.destroy_event(event)

@@ -64,10 +64,6 @@ class OnDevice(Plane):
     def _keep(self, operations: Sequence[Operation]) -> None:
         self._keeping.keep(operations)
 
-    def let_go(self, operations: Sequence[Operation]) -> None:
-        """Keep what was submitted before until its streams have passed it; asks no driver."""
-        self._keeping.later(operations)
-
     def _lead(self, operations: Sequence[Operation]) -> None:
         self._keeping.mark()
         for operation in operations:

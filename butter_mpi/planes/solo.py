@@ -95,9 +95,12 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
             self._order(target.stream, source.stream)
 
     def _listen(self) -> None:
+        # The thread that asks may have no context yet.
+        self.device.make_current()
         self._keeping.release()
 
     def _release(self) -> None:
+        self.device.make_current()
         self._keeping.leave()
         # The driver destroys them once their work is done, and waits for nothing.
         self.device.destroy_event(self._event)

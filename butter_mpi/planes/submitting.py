@@ -161,7 +161,10 @@ class Submitting(ABC):
             if keeps:
                 # The last one is remembered for messages, which need no arrays.
                 for operation in operations:
-                    operation.keep = ()
+                    if operation.bare is None:
+                        operation.keep = ()
+                bare = one[0].bare
+                one = one if bare is None else (bare, one[1])
             self._last = one
         except BaseException as error:
             self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
@@ -243,9 +246,6 @@ class Submitting(ABC):
 
     def _keep(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
         """Keep what operations read and write alive until their streams have passed them."""
-
-    def let_go(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
-        """Keep what was submitted before until its streams have passed it; a finalizer calls this."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:

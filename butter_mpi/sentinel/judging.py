@@ -5,7 +5,7 @@ Pure: times and readers are handed in, verdicts come back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,31 +212,52 @@ class Pairs:
     """Sends and receives: the k-th send of one rank to another pairs with the k-th receive there.
 
     By side (rank, peer, kind), whose records are numbered without gaps: a side that was seen at a number has submitted
-    all below it, also those that its ring has lost.
+    all below it, also those that its ring has lost. What a rank whose ring has lost records submitted on its other
+    sides is not known, and nobody is said to wait for it there.
+
+    Parameters
+    ----------
+    ranks : collection of int
+        The ranks of this node: others are not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Collection[int]) -> None:
+        self._ranks = ranks
         self._read: dict[int, int] = {}
         self._reached: dict[_Side, int] = {}
         self._open: dict[_Side, dict[int, Entry]] = {}
         self._clocks: dict[_Side, tuple[int, _Clock]] = {}
+        self._lossy: set[int] = set()
 
     def read(self, readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
         """Take what is new; returns what the two ranks submitted where a pair does not fit."""
         for rank, reader in readers.items():
             newest = reader.pairs()
-            first = max(self._read.get(rank, 0) + 1, newest - PAIRS * 7 // 8)
+            next_one = self._read.get(rank, 0) + 1
+            first = max(next_one, newest - PAIRS * 7 // 8)
+            if first > next_one:
+                self._lose(rank)
             for position in range(first, newest + 1):
                 found = reader.pair(position)
                 # A record that is being written is there at the next look.
                 if found is None and position == newest:
                     break
                 self._read[rank] = position
-                if found is None or found[1].number <= reader.pairs_floor:
+                if found is None or found[0] not in self._ranks or found[1].number <= reader.pairs_floor:
                     continue
                 if differing := self._match(rank, *found):
                     return differing
         return None
+
+    def _lose(self, rank: int) -> None:
+        """Forget what was known of a rank's sides, and who waits there."""
+        self._lossy.add(rank)
+        self._reached = {side: number for side, number in self._reached.items() if side[0] != rank}
+        self._open = {side: entries for side, entries in self._open.items() if side[1] != rank}
+
+    def _has_reached(self, side: _Side, number: int) -> bool:
+        reached = self._reached.get(side)
+        return side[0] in self._lossy if reached is None else reached >= number
 
     def _match(self, rank: int, peer: int, entry: Entry) -> dict[int, Entry] | None:
         side, other = (rank, peer, entry.kind), (peer, rank, "recv" if entry.kind == "send" else "send")
@@ -249,7 +270,7 @@ class Pairs:
             same = (entry.elements, entry.dtype) == (theirs.elements, theirs.dtype)
             return None if same else {rank: entry, peer: theirs}
         mine = self._open.setdefault(side, {})
-        if self._reached.get(other, 0) < entry.number and len(mine) < PAIRS:
+        if not self._has_reached(other, entry.number) and len(mine) < PAIRS:
             mine[entry.number] = entry
         return None
 

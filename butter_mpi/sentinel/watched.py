@@ -105,7 +105,8 @@ class Rank:
         code = self.code
         if self.leaving:
             return bool(code and code & _SIGNAL)
-        return not self.closed or code != 0
+        # Where the status cannot be known either, others that wait in MPI_Finalize will show it.
+        return not self.closed or code not in (0, None)
 
     @property
     def killed(self) -> bool:

@@ -80,13 +80,13 @@ class Watcher:
         self._handlers: dict[int, Callable[[], None]] = {}
         # By epoch: ranks that go on after a failure, which all survived, begin a new one, one after another.
         self._notices: dict[int, dict[str, Any]] = {}
-        self._late, self._pairs = Late(), Pairs()
         self._suspect: dict[int, Entry] | None = None
         self._dead: list[Rank] = []
         self._due = 0.0
         self._looked = time.monotonic()
         self._start_left = float(config["start"])
         self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
+        self._late, self._pairs = Late(), Pairs(self._ranks)
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
@@ -434,7 +434,7 @@ class Watcher:
         if rank.reader is None or epoch <= rank.epoch:
             return
         if epoch > self._epoch:
-            self._late, self._pairs, self._suspect = Late(), Pairs(), None
+            self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
         rank.reader.floor, rank.reader.pairs_floor, rank.epoch = sequence, pairs, epoch
         for other in self._ranks.values():
             if other.death is not None:

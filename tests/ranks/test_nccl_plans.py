@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,25 @@ def test_a_capture_that_begins_later_is_seen(comm: Communicator, make: Make, dev
     assert int(device.call("cuStreamEndCapture", stream)) and comm.sequence == 1
     plan()
     assert (data.get() == SIZE**2).all()
+
+
+def test_a_dropped_plan_touches_no_stream(comm: Communicator, make: Make, device: Any, memory: DeviceMemory) -> None:
+    """After a plan is gone its stream may be captured, and destroyed; its arrays go when the stream has passed."""
+    own, memory.stream = memory.stream, device.make_stream()
+    data = make([1] * 4)
+    plan, gone = comm.plan_all_reduce(data), weakref.ref(data)
+    plan()
+    memory.wait()
+    del plan, data
+    mode = device._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    device.call("cuStreamBeginCapture", memory.stream, mode)
+    assert comm.is_healthy() and gone() is None
+    assert int(device.call("cuStreamEndCapture", memory.stream))
+    device.destroy_stream(memory.stream)
+    memory.stream = own
+    other = make([1] * 4)
+    comm.all_reduce(other)
+    assert (other.get() == SIZE).all() and comm.is_healthy()
 
 
 def test_another_context_is_seen(comm: Communicator, make: Make, device: Any) -> None:

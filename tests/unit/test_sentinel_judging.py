@@ -325,7 +325,7 @@ def exchange(ranks: Job, first: int, count: int) -> None:
 def test_pairs_that_the_ring_has_lost_are_nobodys_delay(order: tuple[int, int]) -> None:
     """Bursts that are longer than the ring, seen in parts, leave no send or receive that waits."""
     with job(2) as ranks:
-        pairs, seen = Pairs(), 0
+        pairs, seen = Pairs(range(2)), 0
         for turn in range(5):
             exchange(ranks, 1 + turn * 2 * PAIRS, 2 * PAIRS)
             assert pairs.read({rank: ranks.readers[rank] for rank in order[: 1 + turn % 2]}) is None
@@ -338,10 +338,37 @@ def test_pairs_that_the_ring_has_lost_are_nobodys_delay(order: tuple[int, int]) 
     assert waiting.absent == (1,) and waiting.warn and waiting.entry.site == "app/train.py:6"
 
 
+def test_sends_to_others_that_the_ring_has_lost_are_nobodys_delay() -> None:
+    """One send to a rank and a burst to another: whether the lost one was there is not known; nobody waits for it."""
+    with job(3) as ranks:
+        pairs = Pairs(range(3))
+        ranks.recorders[0].write(Operation("send", 8, DType.FLOAT32, peer=1), 1)
+        for number in range(1, PAIRS + 1):
+            ranks.recorders[0].write(Operation("send", 8, DType.FLOAT32, peer=2), number)
+            ranks.recorders[2].write(Operation("recv", 8, DType.FLOAT32, peer=0), number)
+        ranks.recorders[1].write(Operation("recv", 8, DType.FLOAT32, peer=0), 1)
+        assert pairs.read(ranks.readers) is None and pairs.look(10 * BOUND) == []
+        # What is seen from now on counts again.
+        ranks.recorders[0].write(Operation("send", 8, DType.FLOAT32, peer=1), 2)
+        ranks.recorders[1].write(Operation("recv", 8, DType.FLOAT32, peer=0), 2)
+        ranks.recorders[1].write(Operation("recv", 8, DType.FLOAT32, peer=0), 3)
+        assert pairs.read(ranks.readers) is None
+        (waiting,) = pairs.look(FIRST_WARNING)
+    assert waiting.absent == (0,) and waiting.entry.number == 3
+
+
+def test_pairs_with_ranks_of_other_nodes_are_not_judged() -> None:
+    """Their recorders are read by another watcher: nobody is late there, and no rank is asked for that is not here."""
+    with job(2) as ranks:
+        pairs = Pairs(range(2))
+        ranks.recorders[0].write(Operation("send", 8, DType.FLOAT32, peer=7), 1)
+        assert pairs.read(ranks.readers) is None and pairs.look(10 * BOUND) == []
+
+
 def test_pair_that_does_not_fit_is_told() -> None:
     """A receive of another count than the send is a mismatch of these two, whichever comes first."""
     with job(3) as ranks:
-        pairs = Pairs()
+        pairs = Pairs(range(3))
         ranks.recorders[2].write(Operation("recv", 8, DType.FLOAT32, peer=0), 1)
         ranks.recorders[0].write(Operation("send", 9, DType.FLOAT32, peer=2), 1)
         found = pairs.read(ranks.readers)
