@@ -240,7 +240,7 @@ def patched(name, value, owner=Communicator):
 def taken():
     # An event that is captured could not be queried any more.
     with patched("_captured", lambda self, stream: False, Device):
-        with patched("add", lambda self, operations: None, Keeping):
+        with patched("_add", lambda self, stream, owners: None, Keeping):
             yield
 
 def until_done(device, stream):
