@@ -83,6 +83,11 @@ class _Tensor:
     def is_contiguous(self) -> bool:
         return True
 
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
     def data_ptr(self) -> int:
         return self._under.pointer
 

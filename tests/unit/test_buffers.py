@@ -136,6 +136,7 @@ class _Tensor:
     """As much of a PyTorch tensor as an operation looks at, on a device."""
 
     is_cuda, device = True, "cuda:0"
+    lazily_negative = False
 
     def __init__(self, like: np.ndarray, label: str = "float32") -> None:
         self._like, self.dtype, self.shape = like, f"torch.{label}", like.shape
@@ -146,6 +147,12 @@ class _Tensor:
     def is_contiguous(self) -> bool:
         return self._like.flags.c_contiguous
 
+    def is_conj(self) -> bool:
+        return False
+
+    def is_neg(self) -> bool:
+        return self.lazily_negative
+
     def stride(self) -> tuple[int, ...]:
         return tuple(step // self._like.itemsize for step in self._like.strides)
 
@@ -154,6 +161,14 @@ class _Tensor:
 
 
 _Tensor.__module__ = "torch"
+
+
+def test_tensor_whose_sign_is_not_computed_yet() -> None:
+    """A real tensor may hold its negative, as the imaginary part of a conjugate does: its memory is not its value."""
+    tensor = _Tensor(np.zeros(1, np.float32))
+    tensor.lazily_negative = True
+    with pytest.raises(ValueError, match=r"has not computed yet; resolve_conj\(\)\.resolve_neg\(\)"):
+        device_view(tensor, "x", writable=True)
 
 
 def test_tensors_that_are_refused() -> None:
