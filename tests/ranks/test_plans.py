@@ -194,6 +194,8 @@ def test_a_plan_of_a_broken_communicator(comm: Communicator, make: Make) -> None
     data, other = make([1] * 4), make([1] * 4)
     plan = comm.plan_all_reduce(data)
     plan()
+    # An abort ends what is under way as well.
+    assert (data.get() == SIZE).all()
 
     def differ() -> None:
         comm.plan_broadcast(other, 1)() if RANK == 0 else comm.broadcast(other, 0)
