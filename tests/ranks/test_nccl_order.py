@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -72,6 +73,16 @@ def test_a_look_at_kept_buffers_spoils_no_capture(
     comm.all_reduce(other)
     assert comm.is_healthy()
     device.call("cuGraphDestroy", device.call("cuStreamEndCapture", streams[1]))
+
+
+def test_health_is_asked_from_any_thread(comm: Communicator, make: Make, streams: tuple[int, int]) -> None:
+    """A thread that has no CUDA context yet may ask for the health while a buffer is kept, and harms nothing."""
+    comm.all_reduce(make(streams[0]))
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(comm.is_healthy()))
+    thread.start()
+    thread.join(20)
+    assert seen == [True] and comm.is_healthy()
 
 
 def produce(device: Device, array: DeviceArray, stream: int) -> None:

@@ -26,6 +26,7 @@ from butter_mpi.recorder import SIZE, Recorder
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.client import Offer
 from butter_mpi.sentinel.judging import Verdict
+from butter_mpi.sentinel.watched import Rank
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WATCHER = _ROOT / "butter_mpi" / "sentinel" / "__main__.py"
@@ -613,3 +614,12 @@ def test_what_it_costs_while_ranks_submit(node: Callable[..., Node]) -> None:
         with pytest.raises(BlockingIOError):
             messages.receive(sock)
     assert min(shares) <= 0.05, [f"{share:.2%}" for share in shares]
+
+
+def test_end_whose_status_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older kernels do not tell it: whoever had closed is no lost rank for that, who had not is one."""
+    monkeypatch.setattr(Rank, "code", property(lambda _: None))
+    rank = Rank(0, os.getpid())
+    assert rank.missing
+    rank.closed = True
+    assert not rank.missing
