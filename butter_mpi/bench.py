@@ -8,7 +8,6 @@ then that of putting them there, whether the device is quick or not. The data is
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import statistics
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from butter_mpi import nccl
-from butter_mpi.benchmarking import Array, run, wait
+from butter_mpi.benchmarking import Array, command_line, run, wait
 from butter_mpi.collectives import call_site
 from butter_mpi.communicator import Communicator
 from butter_mpi.cuda import check, load_driver, prepared
@@ -196,8 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         0, or 3 where there is no nccl plane.
     """
-    parser = argparse.ArgumentParser(prog="python -m butter_mpi.bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--share-gpu", action="store_true", help="allow two ranks on one GPU")
+    parser = command_line("bench", __doc__ or "")
     options = parser.parse_args(arguments)
     return run("bench", options, _print)
 

@@ -16,7 +16,7 @@ from butter_mpi.errors import ButterError
 from butter_mpi.launch import read_launch
 from butter_mpi.policy import set_unset_policy
 
-__all__ = ["Array", "run", "wait"]
+__all__ = ["Array", "command_line", "run", "wait"]
 
 _SECONDS = 60.0
 _OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
@@ -69,6 +69,26 @@ def wait(comm: Communicator, device: Device, stream: int, pause: float = 1e-4) -
         if pause:
             time.sleep(pause)
     comm.check_async_error()
+
+
+def command_line(name: str, text: str) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's command line, with what all of them take.
+
+    Parameters
+    ----------
+    name : str
+        Of the benchmark.
+    text : str
+        Its module's docstring, of which the first line says what it is.
+
+    Returns
+    -------
+    argparse.ArgumentParser
+        To be given what is its own, and for :func:`run`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m butter_mpi.{name}", description=text.split("\n")[0])
+    parser.add_argument("--share-gpu", action="store_true", help="allow two ranks on one GPU")
+    return parser
 
 
 def run(name: str, options: argparse.Namespace, measure: Callable[[Communicator], None]) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from butter_mpi import nccl
-from butter_mpi.benchmarking import Array, run, wait
+from butter_mpi.benchmarking import Array, command_line, run, wait
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
@@ -268,8 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         0, or 3 where there is no nccl plane.
     """
-    parser = argparse.ArgumentParser(prog="python -m butter_mpi.sweep", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--share-gpu", action="store_true", help="allow two ranks on one GPU")
+    parser = command_line("sweep", __doc__ or "")
     parser.add_argument("--from", dest="least", type=_size, default=8, metavar="SIZE", help="smallest size (8)")
     parser.add_argument("--to", dest="most", type=_size, default=2**30, metavar="SIZE", help="largest size (1G)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes the times there as well")
