@@ -67,10 +67,11 @@ class Keeping:
 
     def mark(self) -> None:
         """Put the events behind what was submitted since the last time."""
-        for kept in self._unmarked:
+        # Taken first: what cannot be marked is not tried again by every later operation.
+        unmarked, self._unmarked = self._unmarked, []
+        for kept in unmarked:
             self._device.record(kept.event, kept.stream)
             kept.marked = True
-        self._unmarked.clear()
 
     def release(self) -> None:
         """Let go of what streams have passed."""

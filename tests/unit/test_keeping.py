@@ -12,6 +12,7 @@ import pytest
 
 from butter_mpi.collectives import Operation
 from butter_mpi.enums import DType
+from butter_mpi.errors import CUDAError
 from butter_mpi.planes import keeping
 from butter_mpi.planes.keeping import Keeping
 
@@ -125,3 +126,23 @@ def test_one_that_leaves_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> 
     device.passed = {1}
     Keeping(device).leave()
     assert dead(reference) and device.living == set() and keeping._LEFT == []
+
+
+def test_what_cannot_be_marked_is_not_tried_again(device: _Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is gone fails its own operation and no later one; its buffer stays, as nothing tells of it."""
+    kept, array = Keeping(device), _Array()  # type: ignore[arg-type]
+    gone = weakref.ref(array)
+
+    def record(event: int, stream: int) -> None:
+        if stream == 7:
+            raise CUDAError("no stream", call="cuEventRecord", code=400)
+
+    monkeypatch.setattr(device, "record", record)
+    with pytest.raises(CUDAError):
+        submit(kept, 7, array)
+    submit(kept, 8, _Array())
+    del array
+    kept.release()
+    assert not dead(gone)
+    kept.clear()
+    assert dead(gone)
