@@ -217,8 +217,11 @@ def test_jax_arrays_are_sent_and_not_written(comm: butter_mpi.Communicator, torc
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU")
     stream = torch.cuda.Stream()
+    # JAX sees every GPU and takes the first, which is another rank's where each has one.
+    own = jax.local_devices()[comm.backend.device.ordinal]
     for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
-        x = jax.jit(lambda one: (one @ one.T)[0] * 0 + RANK + 1)(jax.numpy.ones((2048, 2048), dtype))
+        ones = jax.device_put(jax.numpy.ones((2048, 2048), dtype), own)
+        x = jax.jit(lambda one: (one @ one.T)[0] * 0 + RANK + 1)(ones)
         out = torch.empty(2048, dtype=torch.float32 if dtype == jax.numpy.float32 else torch.bfloat16, device="cuda")
         torch.cuda.synchronize()
         comm.all_reduce(x, out, stream=stream)
@@ -235,6 +238,8 @@ def test_numba_arrays_name_their_stream(comm: butter_mpi.Communicator) -> None:
     cuda = pytest.importorskip("numba.cuda", reason="Numba is not installed")
     if not cuda.is_available():
         pytest.skip("Numba sees no GPU")
+    # Numba works on the first GPU unless it is told.
+    cuda.select_device(comm.backend.device.ordinal)
     stream = cuda.stream()
     x = cuda.to_device(np.full(1001, RANK + 1, np.float32), stream=stream)
     comm.all_reduce(x)
