@@ -216,9 +216,10 @@ def test_jax_arrays_are_sent_and_not_written(comm: butter_mpi.Communicator, torc
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU")
-    stream = torch.cuda.Stream()
-    # JAX sees every GPU and takes the first, which is another rank's where each has one.
+    # JAX begins with every GPU that it sees: it leaves the last one current, and works on the first.
+    torch.cuda.set_device(comm.backend.device.ordinal)
     own = jax.local_devices()[comm.backend.device.ordinal]
+    stream = torch.cuda.Stream()
     for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
         ones = jax.device_put(jax.numpy.ones((2048, 2048), dtype), own)
         x = jax.jit(lambda one: (one @ one.T)[0] * 0 + RANK + 1)(ones)
