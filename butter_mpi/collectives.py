@@ -38,6 +38,8 @@ _MOST_SITES = 4096
 # their ids stay their own.
 _SITES: dict[tuple[int, int], str] = {}
 _CODES: list[CodeType] = []
+# Of each instruction number the place that was found there first, with its code: few numbers are met in two codes.
+_NEAR: dict[int, tuple[CodeType, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Operation:
     keep: tuple[Any, ...] = field(default=(), compare=False)
     plain: bool = field(default=False, init=False, compare=False, repr=False)
     bare: Operation | None = field(default=None, init=False, compare=False, repr=False)
-    code: Any = field(default=None, init=False, compare=False, repr=False)
+    code: tuple[Any, float, bytes] = field(default=(None, 0.0, b""), init=False, compare=False, repr=False)
     call: Any = field(default=None, init=False, compare=False, repr=False)
     issued: Any = field(default=None, init=False, compare=False, repr=False)
 
@@ -252,7 +254,13 @@ def call_site(depth: int = 1) -> str:
     except ValueError:
         # A thread whose first frame is of this library.
         return "?"
-    return _SITES.get((id(frame.f_code), frame.f_lasti)) or _outside(frame)
+    try:
+        code, text = _NEAR[frame.f_lasti]
+        if code is frame.f_code:
+            return text
+    except KeyError:
+        pass
+    return _outside(frame)
 
 
 def _outside(frame: FrameType | None) -> str:
@@ -265,6 +273,8 @@ def _outside(frame: FrameType | None) -> str:
             if len(_SITES) < _MOST_SITES:
                 _CODES.append(frame.f_code)
                 _SITES[place] = text
+                if text:
+                    _NEAR.setdefault(frame.f_lasti, (frame.f_code, text))
         if text:
             return text
         frame = frame.f_back

@@ -111,9 +111,9 @@ class Submitting(ABC):
         """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group."""
         LANE.take(self.who, operation.kind, self.deadline)
         try:
-            # As in _check; a fork has been looked for.
+            # As in _check. A fork has been looked for, and what MPI_Finalize finds open it closes.
             health = self.health
-            if health.cause is not None or health.closed or self._ended():
+            if health.cause is not None or health.closed:
                 self._refuse(operation.kind)
             self._admit(operation)
             if operation.named:
@@ -131,7 +131,7 @@ class Submitting(ABC):
         # Pairs come last.
         if operations[-1].peer is not None:
             self._check_own_pairs(operations)
-        before, write = self.health.cause, self._write
+        before, write, outer = self.health.cause, self._write, self._flight
         numbered: list[Numbered] = []
         named = keeps = False
         try:
@@ -170,19 +170,20 @@ class Submitting(ABC):
             self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
             raise
         finally:
-            self._flight = None
+            # A signal handler may submit inside of what it interrupted.
+            self._flight = outer
 
     @contextmanager
     def _poisoning(self, flight: Numbered | dict[str, Any]) -> Iterator[None]:
         """Mark what is in flight, and poison this communicator with whatever ends the body."""
-        self._flight, before = flight, self.health.cause
+        outer, self._flight, before = self._flight, flight, self.health.cause
         try:
             yield
         except BaseException as error:
             self._break(flight, before, error)
             raise
         finally:
-            self._flight = None
+            self._flight = outer
 
     def _break(
         self, flight: Numbered | dict[str, Any], before: CommunicatorBrokenError | None, error: BaseException
