@@ -100,7 +100,7 @@ def _features(comm: Communicator, array: Array, stream: int, recorder: Recorder)
     plane: Any = comm.backend
     at, kind = array.pointer, "all_reduce"
     facts = (DType.FLOAT32, at, at, ReduceOp.SUM, None, None, call_site(), stream, False, False, False)
-    operation = plane.operation(kind, _COUNT, *facts)
+    operation = plane.operation((kind, _COUNT, *facts))
     numbered, numbers = (operation, plane.sequence), itertools.count(1)
 
     def health() -> None:

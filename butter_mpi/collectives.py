@@ -18,6 +18,7 @@ from butter_mpi.settings import shown
 __all__ = [
     "RULES",
     "Operation",
+    "Owners",
     "Rule",
     "call_site",
     "carried",
@@ -40,6 +41,10 @@ _SITES: dict[tuple[int, int], str] = {}
 _CODES: list[CodeType] = []
 # Of each instruction number the place that was found there first, with its code: few numbers are met in two codes.
 _NEAR: dict[int, tuple[CodeType, str]] = {}
+
+
+Owners = tuple[Any, ...]
+"""The arrays that an operation uses, which must stay alive as long as it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +112,10 @@ class Operation:
     what comes later. ``waits``: return when it is done; ``waits_for_ever``: it is never late. ``named``: the other
     streams that its arrays name; it comes after what they hold when it is called, and before what comes later there.
 
-    Nobody changes one but for ``keep``, the arrays that must stay alive: it is submitted again where the same is asked
-    for again. (It is not frozen, as it would be made four times as slowly.) ``plain``: one call on its stream, and
-    nothing to wait for. ``bare``: of a plan's, which keeps its arrays, the same without them. The last three are what
-    others keep in it of earlier submissions: ``code`` the recorder, ``call`` and ``issued`` what puts it on a stream.
+    Nobody changes one: it is submitted again where the same is asked for again, so it has no arrays either, which are
+    handed beside it. (It is not frozen, as it would be made four times as slowly.) ``plain``: one call on its stream,
+    and nothing to wait for. The last three are what others keep in it of earlier submissions: ``code`` the recorder,
+    ``call`` and ``issued`` what puts it on a stream.
     """
 
     kind: str
@@ -127,9 +132,7 @@ class Operation:
     waits: bool = False
     waits_for_ever: bool = False
     named: tuple[int, ...] = ()
-    keep: tuple[Any, ...] = field(default=(), compare=False)
     plain: bool = field(default=False, init=False, compare=False, repr=False)
-    bare: Operation | None = field(default=None, init=False, compare=False, repr=False)
     code: tuple[Any, float, bytes] = field(default=(None, 0.0, b""), init=False, compare=False, repr=False)
     call: Any = field(default=None, init=False, compare=False, repr=False)
     issued: Any = field(default=None, init=False, compare=False, repr=False)
