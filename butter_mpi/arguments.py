@@ -21,34 +21,64 @@ from butter_mpi.buffers import (
     stream_handle,
     view,
 )
-from butter_mpi.collectives import RULES, Operation, call_site, check_op
+from butter_mpi.collectives import RULES, Operation, Owners, call_site, check_op
 from butter_mpi.device import same_stream
 from butter_mpi.enums import DType, PreMulSum, ReduceOp, parse_op
 from butter_mpi.planes.base import Plane
 
-__all__ = ["Arguments", "Operations"]
+__all__ = ["Arguments", "Checked"]
 
-Operations = tuple[Operation, ...]
-"""What one call submits: one operation, or several together."""
+Checked = tuple[tuple[Operation, ...], Owners]
+"""What one call submits, one operation or several together, and the arrays that they use."""
 
 _LARGEST = 2**63
+# Frames from ``call_site`` to whoever called a method of the communicator: as many as there always are.
+_CALLER, _CALLER_OF_MANY = 4, 3
 
 
-@dataclass(frozen=True, slots=True)
+class _What:
+    """Who does what, and perhaps on which argument, for messages: nothing is written before one is."""
+
+    def __init__(self, plane: Plane, kind: str, argument: str = "") -> None:
+        self._plane, self._kind, self._argument = plane, kind, argument
+        self._arguments: dict[str, _What] = {}
+
+    def of(self, argument: str) -> _What:
+        """Return the same on an argument."""
+        found = self._arguments.get(argument)
+        if found is None:
+            found = self._arguments[argument] = _What(self._plane, self._kind, f": {argument}")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self._plane.who}: {self._kind} #{self._plane.sequence + 1}{self._argument}"
+
+
+@dataclass(slots=True)
 class _Common:
-    """What all operations of one call share; the first of them carries what concerns its arrays."""
+    """What all operations of one call share; the first of them carries the streams that its arrays name."""
 
+    plane: Plane
     dtype: DType
     site: str
     stream: int
     named: tuple[int, ...]
-    keep: tuple[Any, ...]
 
-    def make(self, kind: str, count: int, send: int = 0, recv: int = 0, **more: Any) -> Operation:
+    def make(
+        self,
+        kind: str,
+        count: int,
+        send: int = 0,
+        recv: int = 0,
+        *,
+        op: ReduceOp | PreMulSum | None = None,
+        root: int | None = None,
+        peer: int | None = None,
+        named: tuple[int, ...] = (),
+    ) -> Operation:
         """Return an operation."""
-        return Operation(
-            kind, count, self.dtype, send, recv, site=self.site, stream=self.stream, keep=self.keep, **more
-        )
+        facts = kind, count, self.dtype, send, recv, op, root, peer, self.site, self.stream, False, False, False
+        return self.plane.operation((*facts, named))
 
 
 class Arguments:
@@ -62,6 +92,7 @@ class Arguments:
 
     def __init__(self, plane: Plane) -> None:
         self._plane = plane
+        self._whats: dict[str, _What] = {}
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -74,46 +105,49 @@ class Arguments:
         *,
         op: ReduceOp | PreMulSum | str | None = None,
         root: int | None = None,
-    ) -> Operations:
+    ) -> Checked:
         """Return a collective whose blocks are of one size; a reduction without `recvbuf` is in place."""
-        rule, what, ranks = RULES[kind], self._what(kind), self._plane.world_size()
-        rank, own_op = self._plane.rank(), None if op is None else self._op(what, op)
+        rule, what, plane = RULES[kind], self._what(kind), self._plane
+        own_op = op if op is None or isinstance(op, ReduceOp) else self._op(what, op)
+        sends = receives = True
         if root is not None:
             root = self._rank(what, "root", root)
-        sends, receives = not rule.from_root or rank == root, not rule.to_root or rank == root
+            sends, receives = (not only or plane.rank() == root for only in (rule.from_root, rule.to_root))
         in_place = recvbuf is None and rule.reduces and rule.send_blocks == rule.recv_blocks
         send = self._view(what, "sendbuf", sendbuf, writable=in_place and receives) if sends else None
         recv = None
         if receives:
             recv = send if in_place else self._view(what, "recvbuf", recvbuf, writable=True)
         if send is not None and recv is not None:
-            blocks = tuple(ranks if n < 0 else n for n in (rule.send_blocks, rule.recv_blocks))
-            count = check_pair(send, recv, (blocks[0], blocks[1]), rank, what, in_place=rule.in_place)
+            count = send.count
+            if send is not recv:
+                blocks = [plane.world_size() if n < 0 else n for n in (rule.send_blocks, rule.recv_blocks)]
+                count = check_pair(send, recv, (blocks[0], blocks[1]), plane.rank(), what, in_place=rule.in_place)
         else:
             # One rank's block, of an operation that has others only on root.
             count = sum(buffer.count for buffer in (send, recv) if buffer is not None)
-        return (self._operation(kind, what, count, send, recv, stream, op=own_op, root=root),)
+        return self._operation(kind, what, count, send, recv, stream, op=own_op, root=root)
 
-    def broadcast(self, buf: Any, root: int, stream: Any) -> Operations:
+    def broadcast(self, buf: Any, root: int, stream: Any) -> Checked:
         """Return a broadcast, in place."""
         what = self._what("broadcast")
         root = self._rank(what, "root", root)
         whole = self._view(what, "buf", buf, writable=root != self._plane.rank())
-        return (self._operation("broadcast", what, whole.count, whole, whole, stream, root=root),)
+        return self._operation("broadcast", what, whole.count, whole, whole, stream, root=root)
 
-    def barrier(self, stream: Any) -> Operations:
+    def barrier(self, stream: Any) -> Checked:
         """Return a barrier."""
-        return (self._operation("barrier", self._what("barrier"), 0, None, None, stream),)
+        return self._operation("barrier", self._what("barrier"), 0, None, None, stream)
 
-    def pair(self, kind: str, buf: Any, peer: int, stream: Any) -> Operations:
+    def pair(self, kind: str, buf: Any, peer: int, stream: Any) -> Checked:
         """Return a send or a receive."""
         what = self._what(kind)
         peer = self._rank(what, "peer", peer)
         whole = self._view(what, "buf", buf, writable=kind == "recv")
         send, recv = (whole, None) if kind == "send" else (None, whole)
-        return (self._operation(kind, what, whole.count, send, recv, stream, peer=peer),)
+        return self._operation(kind, what, whole.count, send, recv, stream, peer=peer)
 
-    def sendrecv(self, sendbuf: Any, dest: int, recvbuf: Any, src: int, stream: Any) -> Operations:
+    def sendrecv(self, sendbuf: Any, dest: int, recvbuf: Any, src: int, stream: Any) -> Checked:
         """Return a send and a receive that go together; each may have its own type and count."""
         what = self._what("sendrecv")
         dest, src = self._rank(what, "dest", dest), self._rank(what, "src", src)
@@ -122,12 +156,13 @@ class Arguments:
         check_apart(send, recv, what)
         there = self._common("sendrecv", what, stream, (send, recv), send.dtype)
         back = replace(there, dtype=recv.dtype)
-        return (
+        operations = (
             there.make("send", send.count, send.pointer, peer=dest, named=there.named),
             back.make("recv", recv.count, recv=recv.pointer, peer=src),
         )
+        return operations, (send.owner, recv.owner)
 
-    def all_gather_v(self, sendbuf: Any, recvbuf: Any, counts: Any, stream: Any) -> Operations:
+    def all_gather_v(self, sendbuf: Any, recvbuf: Any, counts: Any, stream: Any) -> Checked:
         """Return an all_gather of blocks of any sizes: a broadcast from each rank."""
         what = self._what("all_gather_v")
         cuts = self._counts(what, "counts", counts)
@@ -137,14 +172,15 @@ class Arguments:
         common = self._common("all_gather_v", what, stream, (send, recv), send.dtype)
         blocks = self._blocks(recv, cuts)
         sources = [send.pointer if rank == self._plane.rank() else at for rank, at in enumerate(blocks)]
-        return tuple(
+        operations = tuple(
             common.make("broadcast", count, source, at, root=root, named=() if root else common.named)
             for root, (count, source, at) in enumerate(zip(cuts, sources, blocks, strict=True))
         )
+        return operations, (send.owner, recv.owner)
 
     def reduce_scatter_v(
         self, sendbuf: Any, recvbuf: Any, counts: Any, op: ReduceOp | PreMulSum | str, stream: Any
-    ) -> Operations:
+    ) -> Checked:
         """Return a reduce_scatter of shares of any sizes: a reduce to each rank."""
         what = self._what("reduce_scatter_v")
         cuts, own_op = self._counts(what, "counts", counts), self._op(what, op)
@@ -154,12 +190,13 @@ class Arguments:
         self._check_op(what, own_op, send.dtype)
         common = self._common("reduce_scatter_v", what, stream, (send, recv), send.dtype)
         targets = [recv.pointer if rank == self._plane.rank() else 0 for rank in range(len(cuts))]
-        return tuple(
+        operations = tuple(
             common.make("reduce", count, at, target, op=own_op, root=root, named=() if root else common.named)
             for root, (count, at, target) in enumerate(zip(cuts, self._blocks(send, cuts), targets, strict=True))
         )
+        return operations, (send.owner, recv.owner)
 
-    def gather_v(self, sendbuf: Any, recvbuf: Any, counts: Any, root: int, stream: Any) -> Operations:
+    def gather_v(self, sendbuf: Any, recvbuf: Any, counts: Any, root: int, stream: Any) -> Checked:
         """Return a gather of blocks of any sizes, which only root must know."""
         what = self._what("gather_v")
         root = self._rank(what, "root", root)
@@ -172,7 +209,7 @@ class Arguments:
         own = {root: (send.pointer, send.count)}
         return self._uneven("gather_v", what, stream, (send, recv), own, self._cut(recv, cuts), root=root)
 
-    def scatter_v(self, sendbuf: Any, recvbuf: Any, counts: Any, root: int, stream: Any) -> Operations:
+    def scatter_v(self, sendbuf: Any, recvbuf: Any, counts: Any, root: int, stream: Any) -> Checked:
         """Return a scatter of blocks of any sizes, which only root must know."""
         what = self._what("scatter_v")
         root = self._rank(what, "root", root)
@@ -185,7 +222,7 @@ class Arguments:
         check_counts(send, recv, (cuts, None), root, what)
         return self._uneven("scatter_v", what, stream, (send, recv), self._cut(send, cuts), own, root=root)
 
-    def all_to_all_v(self, sendbuf: Any, recvbuf: Any, send_counts: Any, recv_counts: Any, stream: Any) -> Operations:
+    def all_to_all_v(self, sendbuf: Any, recvbuf: Any, send_counts: Any, recv_counts: Any, stream: Any) -> Checked:
         """Return an all_to_all of blocks of any sizes, of which each rank must know those it sends and receives."""
         what = self._what("all_to_all_v")
         sends, receives = (
@@ -203,7 +240,7 @@ class Arguments:
     def _operation(
         self,
         kind: str,
-        what: str,
+        what: _What,
         count: int,
         send: ArrayView | None,
         recv: ArrayView | None,
@@ -212,33 +249,28 @@ class Arguments:
         op: ReduceOp | PreMulSum | None = None,
         root: int | None = None,
         peer: int | None = None,
-    ) -> Operation:
-        buffers = [b for b in (send, None if recv is send else recv) if b is not None]
-        dtype = buffers[0].dtype if buffers else DType.UINT8
-        if op is not None:
+    ) -> Checked:
+        one = recv if send is None else send
+        buffers = () if one is None else (one,) if recv is one or recv is None else (one, recv)
+        dtype = DType.UINT8 if one is None else one.dtype
+        if op is not None and not (dtype.native and isinstance(op, ReduceOp)):
             self._check_op(what, op, dtype)
-        common = self._common(kind, what, stream, buffers, dtype)
-        return common.make(
-            kind,
-            count,
-            send.pointer if send else 0,
-            recv.pointer if recv else 0,
-            op=op,
-            root=root,
-            peer=peer,
-            named=common.named,
-        )
+        ordered, named = self._ordered(kind, what, stream, buffers)
+        source, target = 0 if send is None else send.pointer, 0 if recv is None else recv.pointer
+        site = call_site(_CALLER)
+        facts = kind, count, dtype, source, target, op, root, peer, site, ordered, False, False, False, named
+        return (self._plane.operation(facts),), tuple([buffer.owner for buffer in buffers])
 
     def _uneven(
         self,
         kind: str,
-        what: str,
+        what: _What,
         stream: Any,
         buffers: Sequence[ArrayView],
         sends: dict[int, tuple[int, int]],
         receives: dict[int, tuple[int, int]],
         root: int | None = None,
-    ) -> Operations:
+    ) -> Checked:
         """Return an operation that all ranks compare, and the pairs that move its data; address and count by peer."""
         rank, common = self._plane.rank(), self._common(kind, what, stream, buffers, buffers[0].dtype)
         if sends.get(rank) == receives.get(rank):
@@ -247,7 +279,7 @@ class Arguments:
         name = common.make(kind, 0, root=root, named=common.named)
         there = [common.make("send", count, at, peer=peer) for peer, (at, count) in sends.items()]
         back = [common.make("recv", count, recv=at, peer=peer) for peer, (at, count) in receives.items()]
-        return (name, *there, *back)
+        return (name, *there, *back), tuple(buffer.owner for buffer in buffers)
 
     def _blocks(self, whole: ArrayView, counts: Sequence[int]) -> list[int]:
         return [whole.pointer + at * whole.dtype.itemsize for at in starts(counts)]
@@ -255,39 +287,51 @@ class Arguments:
     def _cut(self, whole: ArrayView, counts: Sequence[int]) -> dict[int, tuple[int, int]]:
         return dict(enumerate(zip(self._blocks(whole, counts), counts, strict=True)))
 
-    def _common(self, kind: str, what: str, stream: Any, buffers: Sequence[ArrayView], dtype: DType) -> _Common:
+    def _common(self, kind: str, what: _What, stream: Any, buffers: Sequence[ArrayView], dtype: DType) -> _Common:
+        ordered, named = self._ordered(kind, what, stream, buffers)
+        return _Common(self._plane, dtype, call_site(_CALLER_OF_MANY), ordered, named)
+
+    def _ordered(
+        self, kind: str, what: _What, stream: Any, buffers: Sequence[ArrayView]
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the streams, as ``_streams`` does, once the ordered one follows what arrays have under way."""
         ordered, named = self._streams(kind, what, stream, buffers)
         for buffer in buffers:
             if buffer.follow is not None:
                 buffer.follow(ordered)
-        return _Common(dtype, call_site(), ordered, named, tuple(b.owner for b in buffers))
+        return ordered, named
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def _what(self, kind: str) -> str:
-        return f"{self._plane.who}: {kind} #{self._plane.sequence + 1}"
+    def _what(self, kind: str) -> _What:
+        found = self._whats.get(kind)
+        if found is None:
+            found = self._whats[kind] = _What(self._plane, kind)
+        return found
 
-    def _op(self, what: str, op: ReduceOp | PreMulSum | str) -> ReduceOp | PreMulSum:
+    def _op(self, what: _What, op: ReduceOp | PreMulSum | str) -> ReduceOp | PreMulSum:
         try:
             return parse_op(op)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
 
-    def _check_op(self, what: str, op: ReduceOp | PreMulSum, dtype: DType) -> None:
+    def _check_op(self, what: _What, op: ReduceOp | PreMulSum, dtype: DType) -> None:
         try:
             check_op(op, dtype)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
 
-    def _view(self, what: str, name: str, array: Any, *, writable: bool) -> ArrayView:
-        name = f"{what}: {name}"
-        if not self._plane.on_device:
+    def _view(self, what: _What, argument: str, array: Any, *, writable: bool) -> ArrayView:
+        name, plane = what.of(argument), self._plane
+        if not plane.on_device:
             return view(array, name, writable=writable)
         seen = device_view(array, name, writable=writable)
-        self._plane.check_pointer(seen.pointer, name)
+        plane.check_pointer(seen.pointer, name)
         return seen
 
-    def _streams(self, kind: str, what: str, stream: Any, buffers: Sequence[ArrayView]) -> tuple[int, tuple[int, ...]]:
+    def _streams(
+        self, kind: str, what: _What, stream: Any, buffers: Sequence[ArrayView]
+    ) -> tuple[int, tuple[int, ...]]:
         """Return the ordered stream, and the other ones that arrays name.
 
         It is the one given, else the current one of the library that the first array is of.
@@ -296,8 +340,8 @@ class Arguments:
             if stream is not None:
                 raise ValueError(f"{what}: the {self._plane.NAME} plane has no streams; stream must be None")
             return self._plane.stream, ()
-        known = [current_stream(buffer) if stream is None else buffer.stream for buffer in buffers]
         if stream is None and buffers:
+            known = [current_stream(buffer) for buffer in buffers]
             stream = known[0]
             if stream is None:
                 source = type(buffers[0].owner).__module__
@@ -305,11 +349,16 @@ class Arguments:
                     f"{what}: stream must be given (a handle, or a stream of CuPy, PyTorch or cuda.core): "
                     f"{source} does not tell which one is current"
                 )
+        else:
+            known = [buffer.stream for buffer in buffers]
         try:
             ordered = self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))
         except TypeError as error:
             raise TypeError(f"{what}: {error}") from None
-        return ordered, self._others(kind, ordered, known)
+        for one in known:
+            if one is not None and one != ordered and not same_stream(one, ordered):
+                return ordered, self._others(kind, ordered, known)
+        return ordered, ()
 
     def _others(self, kind: str, ordered: int, known: Sequence[int | None]) -> tuple[int, ...]:
         """Return the streams that are not the ordered one, checked as that one is."""
@@ -319,7 +368,7 @@ class Arguments:
         except ValueError as error:
             raise ValueError(f"{error}. A buffer names this one, and {kind} is ordered with it too") from None
 
-    def _rank(self, what: str, name: str, value: int) -> int:
+    def _rank(self, what: _What, name: str, value: int) -> int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{what}: {name} must be an int; got {type(value).__name__}")
         last = self._plane.world_size() - 1
@@ -327,7 +376,7 @@ class Arguments:
             raise ValueError(f"{what}: {name} must be from 0 to {last}; got {value}")
         return int(value)
 
-    def _counts(self, what: str, name: str, counts: Any) -> tuple[int, ...]:
+    def _counts(self, what: _What, name: str, counts: Any) -> tuple[int, ...]:
         """Return one count a rank."""
         ranks = self._plane.world_size()
         if isinstance(counts, str | bytes) or not hasattr(counts, "__iter__"):

@@ -36,6 +36,7 @@ _CALLS, _ROUNDS = 100, 25
 _LOOPS, _REPEATS = 200, 200
 _BUSY_MICROSECONDS = 10_000
 _BARE = "ctypes, arguments prepared"
+_NOTHING, _NUMBER, _RECORD = "nothing", "a new number", "record"
 
 
 def _keep_busy(stream: int) -> None:
@@ -92,45 +93,49 @@ def _measure(
 
 
 def _features(comm: Communicator, array: Array, stream: int, recorder: Recorder) -> dict[str, Callable[[], Any]]:
-    """Return what each feature of a submission does, as the path does it, and first of all nothing."""
+    """Return what each feature of a submission does, as the path does it, and first of all what is not the path's.
+
+    That is nothing, and a new number, which the path has at hand where the record takes it.
+    """
     plane: Any = comm.backend
     at, kind = array.pointer, "all_reduce"
     facts = (DType.FLOAT32, at, at, ReduceOp.SUM, None, None, call_site(), stream, False, False, False)
-    operation = plane.operation(kind, _COUNT, *facts)
-    marks, sequence, numbers = plane._inside.marks, plane.sequence, itertools.count(1)
+    operation = plane.operation((kind, _COUNT, *facts))
+    numbered, numbers = (operation, plane.sequence), itertools.count(1)
 
     def health() -> None:
         state = plane.health
-        if state.cause is not None or state.closed or plane._ended():
+        if state.cause is not None or state.closed:
             plane._refuse(kind)
 
     def number() -> None:
         plane.sequence = plane.sequence + 1
 
     def mark() -> None:
-        plane._flight = operation, sequence
-        marks.append(None)
-        marks.pop()
-        plane._flight = None
+        # The pair is made to be executed.
+        outer = plane._flight
+        plane._flight = numbered
+        plane._flight = outer
 
     def turn() -> None:
         LANE.take(plane.who, kind, plane.deadline)
         LANE.give()
 
     return {
-        "nothing": lambda: None,
+        _NOTHING: lambda: None,
+        _NUMBER: lambda: next(numbers),
         "health": health,
         "sequence": number,
         "in-flight mark": mark,
         "call site": lambda: call_site(1),
-        "record": lambda: recorder.write(operation, next(numbers)),
+        _RECORD: lambda: recorder.write(operation, next(numbers)),
         "turn on the lane": turn,
         "capture and context": lambda: plane._admit(operation),
     }
 
 
 def _costs(comm: Communicator, device: Device, array: Array, stream: int) -> dict[str, tuple[float, float]]:
-    """Return what each feature costs, in nanoseconds, alone in a loop and before a bare C call, less nothing there.
+    """Return what each feature costs, in nanoseconds, alone in a loop and before a bare C call.
 
     The least of many: what other processes take of this machine is none of theirs. The recorder is another one than the
     watcher's, and numbers are as before in the end.
@@ -144,8 +149,9 @@ def _costs(comm: Communicator, device: Device, array: Array, stream: int) -> dic
     plane.sequence = sequence
     recorder.close()
     least = {name: (1e9 * alone[name] / _LOOPS, 1e3 * min(both[name])) for name in features}
-    nothing = least.pop("nothing")
-    return {name: (max(0.0, one[0] - nothing[0]), max(0.0, one[1] - nothing[1])) for name, one in least.items()}
+    nothing, number = least.pop(_NOTHING), least.pop(_NUMBER)
+    without = {name: number if name == _RECORD else nothing for name in least}
+    return {name: (max(0.0, a - without[name][0]), max(0.0, b - without[name][1])) for name, (a, b) in least.items()}
 
 
 def _followed(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,10 @@ __all__ = [
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
 _JAX = ("jax", "jaxlib")
 _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
+# By class, and by what a library calls an element type: what was found out of arrays before.
+_LIBRARIES: dict[type, str] = {}
+_DTYPES: dict[Any, DType] = {}
+_MOST_KNOWN = 256
 
 
 @dataclass(slots=True)
@@ -50,14 +56,14 @@ class ArrayView:
         return self.count * self.dtype.itemsize
 
 
-def view(array: Any, name: str, *, writable: bool) -> ArrayView:
+def view(array: Any, name: object, *, writable: bool) -> ArrayView:
     """Return how an operation sees `array`, without copying it.
 
     Parameters
     ----------
     array : NumPy array, PyTorch tensor, or object with ``__array_interface__`` or ``__dlpack__``
         Any shape, C-contiguous, in this machine's byte order, host memory.
-    name : str
+    name : str, or what gives one
         The argument's name, for messages.
     writable : bool
         Whether the operation writes into it.
@@ -91,11 +97,11 @@ def view(array: Any, name: str, *, writable: bool) -> ArrayView:
     return _interface_view(array, interface, name, writable=writable)
 
 
-def _interface_view(array: Any, interface: Mapping[str, Any], name: str, *, writable: bool) -> ArrayView:
+def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, writable: bool) -> ArrayView:
     """Return what the array protocol says of host or device memory."""
     dtype = _dtype(array, interface["typestr"], name)
-    shape, strides = interface["shape"], interface.get("strides")
-    count = _count(shape)
+    shape, strides, stream = interface["shape"], interface.get("strides"), interface.get("stream")
+    count = math.prod(shape)
     if strides is not None and not _contiguous(shape, strides, dtype.itemsize):
         raise ValueError(
             f"{name} is not C-contiguous (shape {shape}, strides {strides} bytes); ascontiguousarray makes a copy"
@@ -103,33 +109,35 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: str, *, writ
     pointer, readonly = interface["data"]
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {shape}, {dtype.label})")
-    stream = _named_stream(interface, name)
-    return ArrayView(_memory(pointer, count, name), count, dtype, readonly, array, stream)
+    if stream is not None and stream.__class__ is not int:
+        stream = _named_stream(stream, name)
+    if not count or not pointer or pointer.__class__ is not int:
+        pointer = _memory(pointer, count, name)
+    return ArrayView(pointer, count, dtype, readonly, array, stream)
 
 
-def _memory(pointer: int | None, count: int, name: str) -> int:
+def _memory(pointer: int | None, count: int, name: object) -> int:
     """Return the address, 0 where there are no elements."""
     if count and not pointer:
         raise ValueError(f"{name} has {count} elements and no memory; it was freed")
     return int(pointer or 0) if count else 0
 
 
-def _named_stream(interface: Mapping[str, Any], name: str) -> int | None:
-    stream = interface.get("stream")
+def _named_stream(stream: Any, name: object) -> int:
     try:
-        return None if stream is None else stream_handle(stream)
+        return stream_handle(stream)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
 
 
-def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
+def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
     """Return how an operation sees an array in device memory, without copying it.
 
     Parameters
     ----------
     array : CuPy array, PyTorch tensor, or any object with ``__cuda_array_interface__`` or ``__dlpack__``
         Any shape, C-contiguous.
-    name : str
+    name : str, or what gives one
         The argument's name, for messages.
     writable : bool
         Whether the operation writes into it.
@@ -150,10 +158,13 @@ def device_view(array: Any, name: str, *, writable: bool) -> ArrayView:
     if library == "torch":
         return _tensor_view(array, name, on_device=True)
     # JAX's array interface knows neither streams nor bfloat16.
-    if hasattr(array, "__dlpack__") and (library in _JAX or not _shows(array)):
+    if library in _JAX and hasattr(array, "__dlpack__"):
         return _dlpack_view(array, name, writable=writable, on_device=True)
+    # Some make it anew each time that they are asked.
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
+        if hasattr(array, "__dlpack__") and not _shows(array):
+            return _dlpack_view(array, name, writable=writable, on_device=True)
         raise TypeError(
             f"{name} must be an array in device memory (CuPy, PyTorch, JAX, Numba), which this plane works on; got "
             f"{_typename(array)}"
@@ -167,7 +178,7 @@ def _shows(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__") or hasattr(array, "__array_interface__")
 
 
-def _tensor_view(tensor: Any, name: str, *, on_device: bool) -> ArrayView:
+def _tensor_view(tensor: Any, name: object, *, on_device: bool) -> ArrayView:
     """PyTorch's array interface refuses bfloat16 and what needs gradients, so a tensor is asked itself.
 
     It names no stream there: streams other than the current one are the user's to order, by PyTorch's rules.
@@ -175,11 +186,10 @@ def _tensor_view(tensor: Any, name: str, *, on_device: bool) -> ArrayView:
     if tensor.is_cuda is not on_device:
         wanted, how = ("device", ".cuda()") if on_device else ("host", ".cpu()")
         raise TypeError(f"{name} is a PyTorch tensor on {tensor.device}; this plane works on {wanted} memory: {how}")
-    label = str(tensor.dtype).removeprefix("torch.")
-    try:
-        dtype = DType.parse(label)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        _make_room(_DTYPES)
+        dtype = _DTYPES[tensor.dtype] = _parsed(str(tensor.dtype).removeprefix("torch."), name)
     count = int(tensor.numel())
     if not tensor.is_contiguous():
         raise ValueError(
@@ -194,7 +204,7 @@ def _tensor_view(tensor: Any, name: str, *, on_device: bool) -> ArrayView:
     return ArrayView(_memory(tensor.data_ptr(), count, name), count, dtype, False, tensor)
 
 
-def _dlpack_view(array: Any, name: str, *, writable: bool, on_device: bool) -> ArrayView:
+def _dlpack_view(array: Any, name: object, *, writable: bool, on_device: bool) -> ArrayView:
     """Return what an array says by DLPack; what its library has under way, an operation is ordered after."""
     try:
         # JAX takes any number for a stream's handle, also the one that means none.
@@ -205,10 +215,7 @@ def _dlpack_view(array: Any, name: str, *, writable: bool, on_device: bool) -> A
     if seen.on_device is not on_device:
         wanted = "device" if on_device else "host"
         raise TypeError(f"{name} ({_typename(array)}) is not in {wanted} memory, which this plane works on")
-    try:
-        dtype = DType.parse(seen.dtype)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    dtype = _parsed(seen.dtype, name)
     # Strides there are in elements, which only matters for what is refused.
     if seen.strides is not None and not _contiguous(seen.shape, seen.strides, 1):
         raise ValueError(
@@ -217,13 +224,24 @@ def _dlpack_view(array: Any, name: str, *, writable: bool, on_device: bool) -> A
     readonly = seen.readonly or jax
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {seen.shape}, {dtype.label})")
-    count = _count(seen.shape)
+    count = math.prod(seen.shape)
     follow = (lambda stream: dlpack.follow(array, stream)) if on_device else None
     return ArrayView(_memory(seen.pointer, count, name), count, dtype, readonly, array, follow=follow)
 
 
 def _library_of(array: Any) -> str:
-    return type(array).__module__.split(".")[0]
+    kind = array.__class__
+    library = _LIBRARIES.get(kind)
+    if library is None:
+        _make_room(_LIBRARIES)
+        library = _LIBRARIES[kind] = str(kind.__module__).split(".")[0]
+    return library
+
+
+def _make_room(known: dict[Any, Any]) -> None:
+    """Forget everything where much is known: what comes again is found out again."""
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
 
 
 def stream_handle(stream: Any) -> int:
@@ -280,7 +298,7 @@ def current_stream(seen: ArrayView) -> int | None:
 
 
 def check_pair(
-    send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: str, *, in_place: bool = True
+    send: ArrayView, recv: ArrayView, blocks: tuple[int, int], rank: int, what: object, *, in_place: bool = True
 ) -> int:
     """Return the count of one block after checking two buffers against each other.
 
@@ -292,7 +310,7 @@ def check_pair(
         Blocks in each.
     rank : int
         This rank: its block is the one that may be in place.
-    what : str
+    what : str, or what gives one
         Who and what, for messages.
     in_place : bool, default True
         Whether this rank's own block may be in place.
@@ -328,19 +346,19 @@ def check_pair(
     return one
 
 
-def _check_types(send: ArrayView, recv: ArrayView, what: str) -> None:
+def _check_types(send: ArrayView, recv: ArrayView, what: object) -> None:
     if send.dtype is not recv.dtype:
         raise ValueError(f"{what}: sendbuf is {send.dtype.label} and recvbuf {recv.dtype.label}; they must be equal")
 
 
-def _check_overlap(send: ArrayView, recv: ArrayView, own: tuple[int, int], what: str) -> None:
+def _check_overlap(send: ArrayView, recv: ArrayView, own: tuple[int, int], what: object) -> None:
     """Refuse buffers that share memory, but for this rank's own block, which begins at element `own` of each."""
     size = send.dtype.itemsize
     if send.pointer + own[0] * size != recv.pointer + own[1] * size:
         check_apart(send, recv, what, ", or for in place this rank's own block")
 
 
-def check_apart(send: ArrayView, recv: ArrayView, what: str, remedy: str = "") -> None:
+def check_apart(send: ArrayView, recv: ArrayView, what: object, remedy: str = "") -> None:
     """Refuse buffers that share memory.
 
     Raises
@@ -358,7 +376,7 @@ def check_counts(
     recv: ArrayView,
     counts: tuple[Sequence[int] | None, Sequence[int] | None],
     rank: int,
-    what: str,
+    what: object,
 ) -> None:
     """Check two buffers against the counts that say how each is cut; ``None``: it is one block.
 
@@ -391,10 +409,24 @@ def _typename(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
-def _dtype(array: Any, typestr: str, name: str) -> DType:
-    label = getattr(getattr(array, "dtype", None), "name", None) or _label(typestr)
+def _dtype(array: Any, typestr: str, name: object) -> DType:
+    shown = getattr(array, "dtype", None)
+    try:
+        return _DTYPES[typestr, shown]
+    except (KeyError, TypeError):
+        # Not met before; or what is shown as a type can be no key.
+        pass
+    label = getattr(shown, "name", None) or _label(typestr)
     if typestr.startswith(_FOREIGN_ENDIAN):
         raise ValueError(f"{name} is {label} in foreign byte order ({typestr}); astype to the native one first")
+    found = _parsed(label, name)
+    _make_room(_DTYPES)
+    with contextlib.suppress(TypeError):
+        _DTYPES[typestr, shown] = found
+    return found
+
+
+def _parsed(label: str, name: object) -> DType:
     try:
         return DType.parse(label)
     except ValueError as error:
@@ -407,13 +439,6 @@ def _label(typestr: str) -> str:
         return "bool"
     kind, size = _KINDS.get(typestr[1:2]), typestr[2:]
     return f"{kind}{8 * int(size)}" if kind and size.isdigit() else typestr
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

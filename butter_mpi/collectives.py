@@ -18,6 +18,7 @@ from butter_mpi.settings import shown
 __all__ = [
     "RULES",
     "Operation",
+    "Owners",
     "Rule",
     "call_site",
     "carried",
@@ -38,6 +39,12 @@ _MOST_SITES = 4096
 # their ids stay their own.
 _SITES: dict[tuple[int, int], str] = {}
 _CODES: list[CodeType] = []
+# Of each instruction number the place that was found there first, with its code: few numbers are met in two codes.
+_NEAR: dict[int, tuple[CodeType, str]] = {}
+
+
+Owners = tuple[Any, ...]
+"""The arrays that an operation uses, which must stay alive as long as it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +112,10 @@ class Operation:
     what comes later. ``waits``: return when it is done; ``waits_for_ever``: it is never late. ``named``: the other
     streams that its arrays name; it comes after what they hold when it is called, and before what comes later there.
 
-    Nobody changes one but for ``keep``, the arrays that must stay alive: it is submitted again where the same is asked
-    for again. (It is not frozen, as it would be made four times as slowly.) ``plain``: one call on its stream, and
-    nothing to wait for. ``bare``: of a plan's, which keeps its arrays, the same without them. The last three are what
-    others keep in it of earlier submissions: ``code`` the recorder, ``call`` and ``issued`` what puts it on a stream.
+    Nobody changes one: it is submitted again where the same is asked for again, so it has no arrays either, which are
+    handed beside it. (It is not frozen, as it would be made four times as slowly.) ``plain``: one call on its stream,
+    and nothing to wait for. The last three are what others keep in it of earlier submissions: ``code`` the recorder,
+    ``call`` and ``issued`` what puts it on a stream.
     """
 
     kind: str
@@ -125,10 +132,8 @@ class Operation:
     waits: bool = False
     waits_for_ever: bool = False
     named: tuple[int, ...] = ()
-    keep: tuple[Any, ...] = field(default=(), compare=False)
     plain: bool = field(default=False, init=False, compare=False, repr=False)
-    bare: Operation | None = field(default=None, init=False, compare=False, repr=False)
-    code: Any = field(default=None, init=False, compare=False, repr=False)
+    code: tuple[Any, float, bytes] = field(default=(None, 0.0, b""), init=False, compare=False, repr=False)
     call: Any = field(default=None, init=False, compare=False, repr=False)
     issued: Any = field(default=None, init=False, compare=False, repr=False)
 
@@ -252,7 +257,13 @@ def call_site(depth: int = 1) -> str:
     except ValueError:
         # A thread whose first frame is of this library.
         return "?"
-    return _SITES.get((id(frame.f_code), frame.f_lasti)) or _outside(frame)
+    try:
+        code, text = _NEAR[frame.f_lasti]
+        if code is frame.f_code:
+            return text
+    except KeyError:
+        pass
+    return _outside(frame)
 
 
 def _outside(frame: FrameType | None) -> str:
@@ -265,6 +276,8 @@ def _outside(frame: FrameType | None) -> str:
             if len(_SITES) < _MOST_SITES:
                 _CODES.append(frame.f_code)
                 _SITES[place] = text
+                if text:
+                    _NEAR.setdefault(frame.f_lasti, (frame.f_code, text))
         if text:
             return text
         frame = frame.f_back

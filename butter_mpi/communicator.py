@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from butter_mpi.arguments import Arguments, Operations
+from butter_mpi.arguments import Arguments, Checked
 from butter_mpi.collectives import Operation
 from butter_mpi.enums import PreMulSum, ReduceOp
 from butter_mpi.errors import PeerLostError, text_of
@@ -538,17 +538,18 @@ class Communicator(Exchanges, Plans):
         self.records = self.all_gather_json(self._record)
         return self.records
 
-    def _submit(self, operations: Operations) -> None:
+    def _submit(self, checked: Checked) -> None:
         """Submit what one call is, held to the plan."""
+        operations, owners = checked
         first = operations[0]
         if self._plan is not None and not first.rule.paired:
             self._hold_to_plan(self._plan, first)
         if len(operations) == 1:
-            self._plane.submit(first)
+            self._plane.submit(first, owners)
             return
         with _Group(self._plane):
             for operation in operations:
-                self._plane.submit(operation)
+                self._plane.submit(operation, owners)
 
     def _hold_to_plan(self, plan: Mapping[str, Any], operation: Operation) -> None:
         """Refuse a first collective that is not the planned one."""

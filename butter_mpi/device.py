@@ -32,9 +32,12 @@ _DISABLE_TIMING = 2
 _NOT_READY = 600
 _CAPTURED_EVENT = 907
 _INVALID_VALUE = 1
-_MEMORY_TYPE, _DEVICE_ORDINAL, _HOST_MEMORY = 2, 9, 1
+_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
+# The driver says 0 of memory that it does not know.
+_NOT_ON_DEVICE = (0, 1)
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
 _IMPLICITLY_CAPTURED, _NOT_CAPTURED = 906, 0
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MOST_STREAMS = 256
 
 
@@ -50,29 +53,31 @@ class _Questions:
         self.context, self.capture = ctypes.c_void_p(), ctypes.c_int()
         self.get_current = prepared("cuCtxGetCurrent", ctypes.byref(self.context))
         self.captures: dict[int, Callable[[], int]] = {}
-        self.attribute = ctypes.c_int()
-        self._get_attribute = typed("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
-        self._attribute_at = ctypes.byref(self.attribute)
-        self._get_context = typed("cuStreamGetCtx", ctypes.c_void_p, ctypes.c_void_p)
-        self._context_at = ctypes.byref(self.context)
+        self.memory_type, self.ordinal = ctypes.c_int(), ctypes.c_int()
+        self._attributes = (ctypes.c_int * 2)(_MEMORY_TYPE, _DEVICE_ORDINAL)
+        self._answers = (ctypes.c_void_p * 2)(*map(ctypes.addressof, (self.memory_type, self.ordinal)))
+        arguments = ctypes.c_uint(2), ctypes.byref(self._attributes), ctypes.byref(self._answers)
+        self._get_attributes = prepared("cuPointerGetAttributes", *arguments)
+        self.contexts: dict[int, Callable[[], int]] = {}
 
     def capturing(self, stream: int) -> Callable[[], int]:
         """Return what asks whether a stream is in capture, and gives the driver's status; it is kept for later."""
-        if len(self.captures) >= _MOST_STREAMS:
-            self.captures.clear()
-        arguments = ctypes.c_void_p.from_param(stream), ctypes.byref(self.capture)
-        question: Callable[[], int] = prepared("cuStreamIsCapturing", *arguments)
-        self.captures[stream] = question
+        return self._prepare(self.captures, "cuStreamIsCapturing", stream, self.capture)
+
+    def context_of(self, stream: int) -> Callable[[], int]:
+        """Return what asks of which context a stream is, as :meth:`capturing` does."""
+        return self._prepare(self.contexts, "cuStreamGetCtx", stream, self.context)
+
+    def _prepare(self, known: dict[int, Callable[[], int]], name: str, stream: int, answer: Any) -> Callable[[], int]:
+        if len(known) >= _MOST_STREAMS:
+            known.clear()
+        question: Callable[[], int] = prepared(name, ctypes.c_void_p.from_param(stream), ctypes.byref(answer))
+        known[stream] = question
         return question
 
-    def get_context(self, stream: int) -> int:
-        """Ask of which context a stream is; returns the driver's status."""
-        status: int = self._get_context(stream, self._context_at)
-        return status
-
-    def get_attribute(self, which: int, pointer: int) -> int:
-        """Ask about memory; returns the driver's status."""
-        status: int = self._get_attribute(self._attribute_at, which, pointer)
+    def get_memory(self, pointer: int) -> int:
+        """Ask of which type memory is, and of which device; returns the driver's status."""
+        status: int = self._get_attributes(ctypes.c_uint64(pointer))
         return status
 
 
@@ -137,6 +142,7 @@ class Device:
         self._record_event = typed("cuEventRecord", pointer, pointer)
         self._wait_event = typed("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
         self._query_stream, self._query_event = typed("cuStreamQuery", pointer), typed("cuEventQuery", pointer)
+        self._exchange_mode = typed("cuThreadExchangeStreamCaptureMode", pointer)
         self.make_current()
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -199,7 +205,9 @@ class Device:
 
     def record(self, event: int, stream: int) -> None:
         """Let `event` stand for what `stream` holds now (``cuEventRecord``)."""
-        self._check("cuEventRecord", self._record_event(event, stream))
+        status = self._record_event(event, stream)
+        if status:
+            self._check("cuEventRecord", status)
 
     def wait(self, stream: int, event: int) -> None:
         """Let later work on `stream` wait for `event` (``cuStreamWaitEvent``)."""
@@ -234,20 +242,24 @@ class Device:
             No stream handle, of another context, of the calling thread only, or being captured into a graph; or another
             context is current. The stream, and a capture, stay as they are.
         """
-        if isinstance(stream, bool) or not hasattr(stream, "__index__"):
+        if stream.__class__ is not int and (isinstance(stream, bool) or not hasattr(stream, "__index__")):
             raise TypeError(f"stream must be an int, the handle of a CUDA stream; got {type(stream).__name__}")
-        number = int(stream)
-        self.enter()
+        number, asked = int(stream), self._asked.questions
+        if asked.get_current() or asked.context.value != self._own_context:
+            self.enter()
         if number == _PER_THREAD_STREAM:
             raise ValueError(
                 "stream must be one that all threads share; the per-thread default stream is another one in each "
                 "thread: make a stream of your own"
             )
-        if number not in LEGACY_STREAMS and (not 0 < number < 2**64 or number % _HANDLE_ALIGNMENT):
-            raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
-        if number not in LEGACY_STREAMS and self._context_of(number) != self._own_context:
-            raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {number:#x} is of another")
-        self._refuse_captured(number)
+        if number not in LEGACY_STREAMS:
+            if not 0 < number < 2**64 or number % _HANDLE_ALIGNMENT:
+                raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
+            question = asked.contexts.get(number) or asked.context_of(number)
+            if question() or asked.context.value != self._own_context:
+                self._refuse_foreign(number)
+        if (asked.captures.get(number) or asked.capturing(number))() or asked.capture.value != _NOT_CAPTURED:
+            self._refuse_captured(number)
         return number
 
     def refuse_capture(self, stream: int) -> None:
@@ -269,15 +281,16 @@ class Device:
                 "takes no sequence number, and no other rank could compare it; end the capture first"
             )
 
-    def _context_of(self, stream: int) -> int | None:
+    def _refuse_foreign(self, stream: int) -> None:
         asked = self._asked.questions
         try:
-            self._check("cuStreamGetCtx", asked.get_context(stream))
+            self._check("cuStreamGetCtx", asked.context_of(stream)())
         except CUDAError as error:
             if error.code in (_DESTROYED_CONTEXT, _INVALID_HANDLE):
                 raise ValueError(f"stream must be the handle of a CUDA stream; {stream:#x} is none: {error}") from None
             raise
-        return asked.context.value
+        if asked.context.value != self._own_context:
+            raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {stream:#x} is of another")
 
     def _captured(self, stream: int) -> bool:
         asked = self._asked.questions
@@ -290,12 +303,14 @@ class Device:
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         """Let this thread query events in the body while some other stream is captured, which the query would spoil."""
-        modes = self._driver.CUstreamCaptureMode
-        before = self.call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        mode = ctypes.c_int(_RELAXED)
+        at = ctypes.addressof(mode)
+        self._check("cuThreadExchangeStreamCaptureMode", self._exchange_mode(at))
         try:
             yield
         finally:
-            self.call("cuThreadExchangeStreamCaptureMode", before)
+            # The call before has left there what was so before.
+            self._check("cuThreadExchangeStreamCaptureMode", self._exchange_mode(at))
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.
@@ -340,19 +355,15 @@ class Device:
         ValueError
             Another context is current.
         """
-        self.enter()
-        # Not by cuda-python: its 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2 answer 0 for every device (their issue 2928).
-        memory = self._attribute(_MEMORY_TYPE, pointer)
-        return None if memory in (None, _HOST_MEMORY) else self._attribute(_DEVICE_ORDINAL, pointer)
-
-    def _attribute(self, which: int, pointer: int) -> int | None:
-        """Return what the driver knows of memory, ``None`` where it does not know the memory."""
         asked = self._asked.questions
-        status = asked.get_attribute(which, pointer)
+        if asked.get_current() or asked.context.value != self._own_context:
+            self.enter()
+        # Not by cuda-python: its 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2 answer 0 for every device (their issue 2928).
+        status = asked.get_memory(pointer)
         if status == _INVALID_VALUE:
             return None
-        self._check("cuPointerGetAttribute", status)
-        return asked.attribute.value
+        self._check("cuPointerGetAttributes", status)
+        return None if asked.memory_type.value in _NOT_ON_DEVICE else asked.ordinal.value
 
     def load_kernel(self, code: bytes, name: str) -> int:
         """Return a kernel of machine code (``cuModuleLoadData``); it stays loaded."""

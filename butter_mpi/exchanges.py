@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from butter_mpi.arguments import Arguments, Operations
+from butter_mpi.arguments import Arguments, Checked
 from butter_mpi.enums import PreMulSum, ReduceOp
 
 __all__ = ["Exchanges"]
@@ -16,7 +16,7 @@ class Exchanges:
 
     _arguments: Arguments
 
-    def _submit(self, operations: Operations) -> None:
+    def _submit(self, checked: Checked) -> None:
         raise NotImplementedError
 
     def reduce(

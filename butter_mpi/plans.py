@@ -13,6 +13,7 @@ from sys import _getframe
 from types import CodeType
 from typing import Any
 
+from butter_mpi.arguments import Checked
 from butter_mpi.collectives import Operation, call_site
 from butter_mpi.enums import PreMulSum, ReduceOp
 
@@ -34,17 +35,18 @@ class Plan:
     ----------
     comm : Communicator
         Whose operation it is.
-    operations : sequence of Operation
-        What a call submits: one operation, or several together.
-    keep : object
-        What has to stay alive.
+    checked : tuple
+        What a call submits, one operation or several together, and the arrays that they use.
+    stream : object
+        The stream that was given.
     """
 
-    __slots__ = ("_comm", "_here", "_keep", "_known", "_operations", "_submit")
+    __slots__ = ("_comm", "_here", "_known", "_operations", "_owners", "_stream", "_submit")
 
-    def __init__(self, comm: Any, operations: Sequence[Operation], keep: Any) -> None:
+    def __init__(self, comm: Any, checked: Checked, stream: Any) -> None:
         self._comm, self._submit = comm, comm._plane.submit
-        self._keep, self._operations = keep, _again(operations)
+        self._operations, self._owners = checked
+        self._stream = stream
         # By each place that it is called at: the record of a submission names its place.
         self._known: dict[str, tuple[Operation, ...]] = {}
         # Where it was called last, and what is submitted there: one value, as two threads may call it.
@@ -67,9 +69,9 @@ class Plan:
             operations = self._at(call_site(2))
             self._here = frame.f_code, frame.f_lasti, operations
         if len(operations) == 1 and self._comm._plan is None and self._comm._plane._group is None:
-            self._submit(operations[0])
+            self._submit(operations[0], self._owners)
         else:
-            self._comm._submit(operations)
+            self._comm._submit((operations, self._owners))
 
     def _at(self, site: str) -> tuple[Operation, ...]:
         """Return the operations that name a place."""
@@ -77,7 +79,7 @@ class Plan:
         if known is None:
             if len(self._known) >= _MOST_SITES:
                 self._known.clear()
-            known = self._known[site] = _again([replace(one, site=site) for one in self._operations])
+            known = self._known[site] = tuple([replace(one, site=site) for one in self._operations])
         return known
 
     def __repr__(self) -> str:
@@ -89,17 +91,10 @@ class Plan:
         return f"<Plan {one.kind} ({facts}) of {self._comm!r}>"
 
 
-def _again(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Return operations that are submitted again and again, with their arrays: each knows itself without them."""
-    for one in operations:
-        one.bare = replace(one, keep=())
-    return tuple(operations)
-
-
 def _planned(comm: Any, name: str, arguments: Sequence[Any], *, stream: Any, **options: Any) -> Plan:
     """Return the plan of a call: the operation's own method checks it, and submits it to here."""
     twin: Any = object.__new__(type(comm))
-    made: list[Sequence[Operation]] = []
+    made: list[Checked] = []
     try:
         twin.__dict__.update(comm.__dict__, _submit=made.append)
         getattr(type(comm), name)(twin, *arguments, stream=stream, **options)

@@ -7,8 +7,8 @@ whole record, and nobody is accused on one reading.
 
 Collectives are in one ring, number ``n`` in slot ``n % COLLECTIVES``; sends and receives in another, by position; what
 ranks exchange over the control plane in a third, the newest two, by count. Each collective carries a hash of all
-signatures up to it: two ranks agree up to ``n`` exactly if their hashes at ``n`` agree, however much the rings have
-lost meanwhile.
+signatures up to it: two ranks agree up to ``n`` if their hashes at ``n`` agree, however much the rings have lost
+meanwhile. It has 45 bits: two that differ somewhere agree by chance once in 3e13 times.
 
 The watcher imports this without the rest of the package: the standard library only, and little of it.
 """
@@ -19,7 +19,7 @@ import fcntl
 import mmap
 import os
 import struct
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from butter_mpi.descriptors import beyond_standard, memory_file
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 __all__ = ["COLLECTIVES", "DTYPES", "EXCHANGES", "KINDS", "OPS", "PAIRS", "SIZE", "Entry", "Reader", "Recorder"]
 
 COLLECTIVES, PAIRS, SITES = 4096, 1024, 256
-_HEADER, _RECORD, _TEXT = 64, 64, 256
-_PAIRS_AT = _HEADER + COLLECTIVES * _RECORD
+_RECORD, _TEXT, _WORDS = 64, 256, 64
+_PAIRS_AT = COLLECTIVES * _RECORD
+_PLACES = tuple(range(0, _PAIRS_AT, _RECORD))
 _SITES_AT = _PAIRS_AT + PAIRS * _RECORD
 _EXCHANGES_AT = _SITES_AT + SITES * _TEXT
 # One that is being written leaves the one before it to be read.
 _EXCHANGES_KEPT = 2
 _EXCHANGES_OF_AN_EPOCH = 1 << 32
-SIZE = _EXCHANGES_AT + _EXCHANGES_KEPT * _RECORD
+_BEAT = _EXCHANGES_AT + _EXCHANGES_KEPT * _RECORD
+_POSITION = _BEAT + 8
+SIZE = _BEAT + _WORDS
 
 # By number, as NCCL counts them; a test holds these against the enums.
 KINDS = (
@@ -50,21 +53,28 @@ OPS = ("sum", "prod", "max", "min", "avg", "premul_sum")
 # What ranks do together over the control plane: it moves no data and takes no number.
 EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect")
 
+_Codes = dict[tuple[Any, ...], tuple[Any, float, bytes]]
+
 _JSON = "json"
 _NONE = 0xFF
 _NO_ROOT = 0xFFFFFFFF
 _MASK = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15
+# The hash of a history is a number in steps of 2**-45, below 64; the one that follows is three times it, and something
+# below 1. That is below 256, so a float, of 53 bits, has it exactly; floats are what Python computes with fastest.
+_HASH_BITS = 45
+_FACTOR, _LIMIT = 3.0, 64.0
 _MOST_SHAPES = 4096
 _WORD = struct.Struct("=Q")
 # signature, count, site, bound ms, stream: what is the same each time that one operation is submitted
 _CODE = struct.Struct("=5Q").pack
-# time ns, chain (or peer and number), the code, number; native, as that is what packs a word at once
-_WHOLE = struct.Struct("QQ40sQ").pack_into
-# time ns, number of the collective before it, signature, 0, site, 0, 0, count
-_EXCHANGE = struct.Struct("=8Q").pack_into
+# time s, chain, the code, number; native, as that is what packs a word at once
+_WHOLE = struct.Struct("dd40sq").pack_into
+# time s, peer and number, the code, position
+_PAIR = struct.Struct("dQ40sQ").pack_into
+# time s, number of the collective before it, signature, 0, site, 0, 0, count
+_EXCHANGE = struct.Struct("=d7Q").pack_into
 _SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
-_BEAT, _POSITION = 0, 8
 
 
 class Entry(NamedTuple):
@@ -130,8 +140,9 @@ class Recorder:
         with beyond_standard():
             self._map = mmap.mmap(self.fd, SIZE)
         self._bound = max(1, int(deadline * 1000))
-        self._chain = self._position = self._exchanged = 0
-        self._codes: dict[tuple[Any, ...], tuple[Any, int, bytes]] = {}
+        self._chain = 0.0
+        self._position = self._exchanged = 0
+        self._void_codes()
         self._sites: dict[str, int] = {}
         self._next_site = 0
 
@@ -149,38 +160,54 @@ class Recorder:
         number : int
             Its sequence number; of a send or receive, its number between the two ranks.
         """
-        code = operation.code
-        if code is None or code[0] is not self._codes:
-            operation.code = code = self._code(operation)
-        _, mixed, words = code
-        peer = operation.peer
+        table, mixed, words = operation.code
+        if table is not self._codes:
+            self._write_other(operation, number)
+            return
+        # By an odd number, so that what follows a difference cannot undo it; and shapes are spread over all bits.
+        chain = self._chain * _FACTOR + mixed
+        if chain >= _LIMIT:
+            chain %= 1.0
+        self._chain = chain
         # One call, which clears all words and then stores them in this order.
-        if peer is None:
-            # Odd, so that what follows a difference cannot undo it; and shapes are spread over all bits.
-            self._chain = link = (self._chain * _ODD + mixed) & _MASK
-            _WHOLE(self._map, number % COLLECTIVES * _RECORD + _HEADER, monotonic_ns(), link, words, number)
-        else:
-            self._position = stamp = self._position + 1
-            _WORD.pack_into(self._map, _POSITION, stamp)
-            at = stamp % PAIRS * _RECORD + _PAIRS_AT
-            _WHOLE(self._map, at, monotonic_ns(), peer << 40 | number, words, stamp)
+        _WHOLE(self._map, _PLACES[number % COLLECTIVES], monotonic(), chain, words, number)
 
-    def _code(self, operation: Operation) -> tuple[Any, int, bytes]:
+    def _write_other(self, operation: Operation, number: int) -> None:
+        """Write a send or receive, or a collective that has no code which is good here."""
+        code = operation.code
+        if code[0] is not self._pair_codes:
+            operation.code = code = self._code(operation)
+        if operation.peer is None:
+            self.write(operation, number)
+            return
+        self._position = stamp = self._position + 1
+        _WORD.pack_into(self._map, _POSITION, stamp)
+        at = stamp % PAIRS * _RECORD + _PAIRS_AT
+        _PAIR(self._map, at, monotonic(), operation.peer << 40 | number, code[2], stamp)
+
+    def _code(self, operation: Operation) -> tuple[Any, float, bytes]:
         """Return what is the same each time: in which table it is good, its hash, and its words.
 
         Call sites have numbers, which are given anew when there are too many: then all codes are void.
         """
         what = operation.kind, operation.dtype, operation.op, operation.root, operation.count
         key = what, operation.site, operation.stream, operation.waits_for_ever
-        code = self._codes.get(key)
+        code = self._table(operation).get(key)
         if code is None:
             place = self._sites.get(operation.site) or self._new_site(operation.site)
-            if len(self._codes) >= _MOST_SHAPES:
-                self._codes = {}
+            if len(self._table(operation)) >= _MOST_SHAPES:
+                self._void_codes()
             signature, bound = _signature(operation), 0 if operation.waits_for_ever else self._bound
-            words = _CODE(signature, operation.count, place, bound, operation.stream)
-            code = self._codes[key] = self._codes, _mixed(signature, operation.count), words
+            words, table = _CODE(signature, operation.count, place, bound, operation.stream), self._table(operation)
+            code = table[key] = table, _mixed(signature, operation.count), words
         return code
+
+    def _table(self, operation: Operation) -> _Codes:
+        return self._codes if operation.peer is None else self._pair_codes
+
+    def _void_codes(self) -> None:
+        self._codes: _Codes = {}
+        self._pair_codes: _Codes = {}
 
     def exchange(self, kind: str, number: int, site: str) -> None:
         """Write that this rank comes to an exchange over the control plane, which ends when every rank has.
@@ -198,11 +225,11 @@ class Recorder:
         signature = (len(KINDS) + EXCHANGES.index(kind)) | len(DTYPES) << 8 | _NONE << 16 | _NO_ROOT << 32
         place = self._sites.get(site) or self._new_site(site)
         at = _EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD
-        _EXCHANGE(self._map, at, monotonic_ns(), number, signature, 0, place, 0, 0, count)
+        _EXCHANGE(self._map, at, monotonic(), number, signature, 0, place, 0, 0, count)
 
     def begin_at(self, sequence: int) -> None:
         """Go on after `sequence`, which all ranks have agreed on: what came before is not compared any more."""
-        self._chain = sequence
+        self._chain = _mixed(0, sequence)
         # What failed may have been an exchange that some had come to: all go on from a count that nobody has reached.
         self._exchanged |= _EXCHANGES_OF_AN_EPOCH - 1
         self.exchange("attempt_reconnect", sequence, "?")
@@ -211,7 +238,7 @@ class Recorder:
         self._next_site += 1
         if len(self._sites) >= SITES:
             self._sites.clear()
-            self._codes = {}
+            self._void_codes()
         self._sites[text] = self._next_site
         raw = text.encode(errors="replace")[-(_TEXT - 10) :]
         at = _SITES_AT + self._next_site % SITES * _TEXT
@@ -231,12 +258,12 @@ def _signature(operation: Operation) -> int:
     return KINDS.index(operation.kind) | operation.dtype.nccl << 8 | op << 16 | root << 32
 
 
-def _mixed(signature: int, count: int) -> int:
-    """Return a hash of 64 bits in which what differs little differs everywhere."""
+def _mixed(signature: int, count: int) -> float:
+    """Return a hash in which what differs little differs everywhere: a number from 0 to 1, in steps of 2**-45."""
     mixed = (signature * _ODD ^ count) & _MASK
     for _ in range(3):
         mixed = (mixed ^ mixed >> 32) * _ODD & _MASK
-    return mixed
+    return (mixed >> 64 - _HASH_BITS) / (1 << _HASH_BITS)
 
 
 class Reader:
@@ -267,17 +294,17 @@ class Reader:
         if os.fstat(fd).st_size != SIZE or not seals & fcntl.F_SEAL_SHRINK:
             raise ValueError("not a recorder of this layout, or one that could shrink")
         self._map = mmap.mmap(fd, SIZE)
-        self._words = memoryview(self._map).cast("Q")
+        self._words, self._floats = memoryview(self._map).cast("Q"), memoryview(self._map).cast("d")
         self._last = 0
         self.floor = self.pairs_floor = 0
 
     def beat(self) -> None:
         """Tell the rank that its watcher runs."""
-        self._words[_BEAT] = monotonic_ns()
+        self._words[_BEAT // 8] = monotonic_ns()
 
     def head(self) -> int:
         """Return the number of the newest collective; 0: none yet."""
-        slots = self._words[_HEADER // 8 + 7 : _PAIRS_AT // 8 : _RECORD // 8]
+        slots = self._words[7 : _PAIRS_AT // 8 : _RECORD // 8]
         # All slots are looked through only if the one after the last known has changed.
         self._last = max(self._last, self.floor)
         if slots[(self._last + 1) % COLLECTIVES] > self._last:
@@ -286,7 +313,7 @@ class Reader:
 
     def collective(self, number: int) -> Entry | None:
         """Return a collective, or ``None`` if it is not there: not yet, being written, or overwritten."""
-        return self._entry(_HEADER + number % COLLECTIVES * _RECORD, number) if number > self.floor else None
+        return self._entry(_PLACES[number % COLLECTIVES], number) if number > self.floor else None
 
     def pair(self, position: int) -> tuple[int, Entry] | None:
         """Return the peer and a send or receive by its position, or ``None`` if it is not there."""
@@ -301,7 +328,7 @@ class Reader:
 
     def exchange(self) -> tuple[int, Entry | None]:
         """Return how many exchanges over the control plane the rank has come to, and the newest of them."""
-        words = self._words[_EXCHANGES_AT // 8 + 7 : SIZE // 8 : _RECORD // 8]
+        words = self._words[_EXCHANGES_AT // 8 + 7 : _BEAT // 8 : _RECORD // 8]
         count = max(words.tolist())
         entry = self._entry(_EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD, count) if count else None
         return count, entry and entry._replace(number=entry.chain)
@@ -320,10 +347,11 @@ class Reader:
     def _entry(self, at: int, number: int) -> Entry | None:
         first = at // 8
         before = self._words[first + 7]
-        when, chain, signature, count, site, bound, stream = self._words[first : first + 7].tolist()
+        when = self._floats[first]
+        chain, signature, count, site, bound, stream = self._words[first + 1 : first + 7].tolist()
         if not before == self._words[first + 7] == number:
             return None
-        return Entry(number, when / 1e9, chain, signature, count, self._site(site), bound / 1e3, stream)
+        return Entry(number, when, chain, signature, count, self._site(site), bound / 1e3, stream)
 
     def _site(self, number: int) -> str:
         at = _SITES_AT + number % SITES * _TEXT

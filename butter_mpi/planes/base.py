@@ -18,7 +18,7 @@ HOST_STREAM = 0
 
 _LARGEST = 2**63
 _LARGEST_POINTER = 2**64
-_MOST_OPERATIONS = 1024
+_MOST_OPERATIONS = 4096
 _CALLER = 3
 """Frames from ``call_site`` to whoever called one of the twenty methods."""
 
@@ -198,7 +198,7 @@ class Plane(Submitting):
             raise ValueError(f"{self.who}: stream must be {self.stream}, the one stream of this plane; got {stream!r}")
         return stream
 
-    def check_pointer(self, pointer: int, what: str) -> None:
+    def check_pointer(self, pointer: int, what: object) -> None:
         """Raise ``ValueError`` where memory is not of this plane."""
 
     def _make(
@@ -244,9 +244,9 @@ class Plane(Submitting):
         ordered = self.stream if stream is None else stream
         site = call_site(_CALLER)
         facts = kind, count, dtype, send, recv, op, root, peer, site, ordered, aside, waits, waits_for_ever
-        return self._operations.get(facts) or self.operation(*facts)
+        return self._operations.get(facts) or self.operation(facts)
 
-    def operation(self, *facts: Any) -> Operation:
+    def operation(self, facts: tuple[Any, ...]) -> Operation:
         """Return the operation with these facts, in the order of its fields: the one that was made before, if any.
 
         Loops ask for the same ones again and again, and what was found out of one (how it is recorded and called) is

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from butter_mpi.control import Pause
 
 __all__ = ["Inside"]
@@ -11,20 +13,26 @@ class Inside:
     """Marks a thread as inside, as a context; whoever wants to abort waits until none is.
 
     The handle must be read inside, and be taken away before the wait: then nobody enters with it any more.
+
+    Parameters
+    ----------
+    otherwise : callable, optional
+        Tells whether somebody may be inside without this mark, by one of another kind that is set as long.
     """
 
-    def __init__(self) -> None:
-        # Not a number: adding to one is not atomic between threads. The path that every operation takes marks by hand.
-        self.marks: list[None] = []
+    def __init__(self, otherwise: Callable[[], bool] = bool) -> None:
+        # Not a number: adding to one is not atomic between threads.
+        self._marks: list[None] = []
+        self._otherwise = otherwise
 
     def __enter__(self) -> None:
-        self.marks.append(None)
+        self._marks.append(None)
 
     def __exit__(self, *_: object) -> None:
-        self.marks.pop()
+        self._marks.pop()
 
     def wait_until_none(self) -> None:
         """Wait without a bound until nobody is inside; only in a thread that can be left to itself."""
         pause = Pause()
-        while self.marks:
+        while self._marks or self._otherwise():
             pause()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-from butter_mpi.collectives import Operation
+from butter_mpi.collectives import Owners
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
+from butter_mpi.planes.submitting import Used
 
 __all__ = ["Keeping"]
 
@@ -18,13 +19,16 @@ _LEFT: list[Keeping] = []
 
 
 class _Kept:
-    """What one submission uses on one stream; passed when its event is, and not before it has one."""
+    """What one submission uses on one stream; passed when its event is, and not before it has one.
 
-    __slots__ = ("event", "marked", "owners", "stream")
+    ``marked``: its event stands behind the last submission that uses it. ``waits``: it is about to be marked.
+    """
 
-    def __init__(self, stream: int, owners: tuple[Any, ...], event: int) -> None:
+    __slots__ = ("event", "marked", "owners", "stream", "waits")
+
+    def __init__(self, stream: int, owners: Owners, event: int) -> None:
         self.stream, self.owners, self.event = stream, owners, event
-        self.marked = False
+        self.marked = self.waits = False
 
 
 class Keeping:
@@ -46,36 +50,42 @@ class Keeping:
         self._unmarked: list[_Kept] = []
         self._idle: list[int] = []
 
-    def keep(self, operations: Sequence[Operation]) -> None:
-        """Keep what operations use that are about to be submitted, and let go of what streams have passed."""
-        for operation in operations:
-            if operation.keep:
-                self._add(operation.stream, operation.keep)
+    def keep(self, used: Sequence[Used]) -> None:
+        """Keep what is about to be used, by stream, and let go of what streams have passed."""
+        for stream, owners in used:
+            self._add(stream, owners)
         # After it: a loop over the same buffers has nothing to ask, as its event is about to move on.
         self.release()
 
-    def _add(self, stream: int, owners: tuple[Any, ...]) -> None:
+    def _add(self, stream: int, owners: Owners) -> None:
         line = self._streams.get(stream)
         newest = line[-1] if line else None
         # A loop over the same buffers moves one event on.
-        if newest is not None and _same(newest.owners, owners):
-            newest.marked = False
-        else:
+        if newest is None or not _same(newest.owners, owners):
             newest = _Kept(stream, owners, self._idle.pop() if self._idle else self._device.make_event())
             self._streams.setdefault(stream, deque()).append(newest)
-        self._unmarked.append(newest)
+        newest.marked = False
+        # Several operations of a group may use it: one event stands behind all.
+        if not newest.waits:
+            newest.waits = True
+            self._unmarked.append(newest)
 
     def mark(self) -> None:
         """Put the events behind what was submitted since the last time."""
         # Taken first: what cannot be marked is not tried again by every later operation.
         unmarked, self._unmarked = self._unmarked, []
         for kept in unmarked:
+            kept.waits = False
+        for kept in unmarked:
             self._device.record(kept.event, kept.stream)
             kept.marked = True
 
     def release(self) -> None:
         """Let go of what streams have passed."""
-        if not any(line[0].marked for line in self._streams.values()):
+        for line in self._streams.values():
+            if line[0].marked:
+                break
+        else:
             return
         with self._device.beside_captures():
             for stream, line in list(self._streams.items()):
@@ -105,5 +115,5 @@ class Keeping:
             self._device.destroy_event(event)
 
 
-def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+def _same(some: Owners, others: Owners) -> bool:
+    return some is others or (len(some) == len(others) and all(map(operator.is_, some, others)))

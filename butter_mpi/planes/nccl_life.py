@@ -89,7 +89,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._comm: int | None = None
         # An error of a start is said before another rank ends the job for it.
         self._close_seconds = 0.0
-        self._inside = Inside()
+        self._inside = Inside(self._in_plain_flight)
         self._stopping: list[Detached] = []
         self._ending: Detached | None = None
         self._hopeless: CommunicatorBrokenError | None = None
@@ -212,18 +212,18 @@ class NcclLife(OnDevice, PeerPlane):
             self._issuer.issue(self._handle("submitting"), operations)
 
     def _issue_again(self, operation: Operation) -> None:
-        """Issue one that is a single call, and was issued before most times: that call, and the mark around it."""
-        marks = self._inside.marks
-        marks.append(None)
-        try:
-            call = operation.call
-            if call is None or call[0] != self._comm:
-                call = self._issuer.prepare(self._handle("submitting"), operation)
-            result = call[1]()
-            if result != nccl.SUCCESS:
-                nccl.check(self._library, call[2], result)
-        finally:
-            marks.pop()
+        """Issue one that is a single call, and was issued before most times: being in flight is mark enough."""
+        call = operation.call
+        if call is None or call[0] != self._comm:
+            call = self._issuer.prepare(self._handle("submitting"), operation)
+        result = call[1]()
+        if result != nccl.SUCCESS:
+            nccl.check(self._library, call[2], result)
+
+    def _in_plain_flight(self) -> bool:
+        """Whether a thread may be inside NCCL without another mark: these are soon over, and wait for nobody."""
+        flight = self._flight
+        return isinstance(flight, tuple) and flight[0].plain
 
     def _handle(self, what: str) -> int:
         """Return the communicator's handle, to a thread that is marked as inside; another may have taken it away."""

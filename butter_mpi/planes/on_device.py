@@ -11,6 +11,7 @@ from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.keeping import Keeping
+from butter_mpi.planes.submitting import Used
 
 __all__ = ["OnDevice"]
 
@@ -31,14 +32,18 @@ class OnDevice(Plane):
 
     def check_stream(self, stream: int) -> int:
         """Return a stream of this device's primary context, not captured."""
-        return int(self._ask(self.device.check_stream, stream))
+        checked: int = self._ask(self.device.check_stream, stream)
+        return checked
 
-    def check_pointer(self, pointer: int, what: str) -> None:
+    def check_pointer(self, pointer: int, what: object) -> None:
         """Refuse memory of the host, or of another device."""
-        owner = self._ask(self.device.owner, pointer, what) if pointer else self.device.ordinal
-        if owner != self.device.ordinal:
+        device = self.device
+        if not pointer:
+            return
+        owner = self._ask(device.owner, pointer, what)
+        if owner != device.ordinal:
             where = "host memory, or was freed" if owner is None else f"memory of cuda:{owner}"
-            raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{self.device.ordinal}")
+            raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{device.ordinal}")
 
     def _admit(self, operation: Operation) -> None:
         """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""
@@ -61,32 +66,35 @@ class OnDevice(Plane):
             for stream in operation.named:
                 self._order(stream, operation.stream)
 
-    def _keep(self, operations: Sequence[Operation]) -> None:
-        self._keeping.keep(operations)
+    def _keep(self, used: Sequence[Used]) -> None:
+        self._keeping.keep(used)
 
     def _lead(self, operations: Sequence[Operation]) -> None:
         self._keeping.mark()
         for operation in operations:
-            for stream in operation.named:
-                self._order(operation.stream, stream)
+            if operation.named:
+                for stream in operation.named:
+                    self._order(operation.stream, stream)
 
     def _order(self, earlier: int, later: int) -> None:
         """Let what comes later on one stream wait for what another one holds now; the event can be used again."""
         self.device.record(self._event, earlier)
         self.device.wait(later, self._event)
 
-    def _ask(self, question: Callable[[Any], Any], subject: Any, what: str = "") -> Any:
+    def _ask(self, question: Callable[[Any], Any], subject: Any, what: object = None) -> Any:
         """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.
 
         A closed communicator asks nothing: its streams are gone, and drivers crash on what is no stream any more.
         """
-        self._check(question.__name__)
+        health = self.health
+        if health.cause is not None or health.closed or LANE.forked:
+            self._refuse(question.__name__)
         try:
             return question(subject)
         except (CUDAError, ValueError) as error:
             self._answer(question.__name__, what or self.who, error)
 
-    def _answer(self, name: str, what: str, error: CUDAError | ValueError) -> NoReturn:
+    def _answer(self, name: str, what: object, error: CUDAError | ValueError) -> NoReturn:
         """Raise what a question ended by."""
         if isinstance(error, ValueError):
             raise ValueError(f"{what}: {error}") from None

@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from butter_mpi.collectives import Operation, call_site, control_signature, describe, signature
+from butter_mpi.collectives import Operation, Owners, call_site, control_signature, describe, signature
 from butter_mpi.errors import ButterError, CommunicatorBrokenError, PeerLostError, text_of
 from butter_mpi.lane import LANE, Health
 
-__all__ = ["Numbered", "Signed", "Submitting", "signed"]
+__all__ = ["Numbered", "Signed", "Submitting", "Used", "signed"]
 
 Numbered = tuple[Operation, int]
 """An operation and its number."""
 Signed = tuple[Operation, dict[str, Any]]
 """An operation and what other ranks are told of it."""
+Used = tuple[int, Owners]
+"""A stream, and arrays that work on it uses."""
 _CLOSE_PATIENCE = 1.0
 
 _LISTENING = "listening"
@@ -101,39 +103,42 @@ class Submitting(ABC):
         self.exit_status = 1
         self.owner: object = None
         self._transport_errors: tuple[type[Exception], ...] = ()
-        self._group: list[Operation] | None = None
+        self._group: list[tuple[Operation, Owners]] | None = None
         self._group_marks: list[int] = []
         self._group_thread = 0
 
     # -- the one path ------------------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation) -> None:
-        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group."""
+    def submit(self, operation: Operation, owners: Owners = ()) -> None:
+        """Submit one checked operation: its turn on the lane, health, number, execution; or keep it for its group.
+
+        Its arrays, if given, are kept until its stream has passed it.
+        """
         LANE.take(self.who, operation.kind, self.deadline)
         try:
-            # As in _check; a fork has been looked for.
+            # As in _check. A fork has been looked for, and what MPI_Finalize finds open it closes.
             health = self.health
-            if health.cause is not None or health.closed or self._ended():
+            if health.cause is not None or health.closed:
                 self._refuse(operation.kind)
             self._admit(operation)
             if operation.named:
                 self._follow(operation)
             if self._group is None:
-                self._run((operation,))
+                self._run((operation,), ((operation.stream, owners),) if owners else ())
             else:
-                self._group.append(replace(operation, waits=False) if operation.waits else operation)
+                self._group.append((replace(operation, waits=False) if operation.waits else operation, owners))
         finally:
             LANE.give()
 
-    def _run(self, operations: Sequence[Operation]) -> None:
+    def _run(self, operations: Sequence[Operation], used: Sequence[Used]) -> None:
         if len(operations) > 1:
             operations = self._ordered(operations)
         # Pairs come last.
         if operations[-1].peer is not None:
             self._check_own_pairs(operations)
-        before, write = self.health.cause, self._write
+        before, write, outer = self.health.cause, self._write, self._flight
         numbered: list[Numbered] = []
-        named = keeps = False
+        named = False
         try:
             for operation in operations:
                 peer = operation.peer
@@ -151,38 +156,30 @@ class Submitting(ABC):
                     write(operation, number)
                 if operation.named:
                     named = True
-                if operation.keep:
-                    keeps = True
-            if keeps:
-                self._keep(operations)
+            if used:
+                self._keep(used)
             self._execute(numbered)
-            if named or keeps:
+            if named or used:
                 self._lead(operations)
-            if keeps:
-                # The last one is remembered for messages, which need no arrays.
-                for operation in operations:
-                    if operation.bare is None:
-                        operation.keep = ()
-                bare = one[0].bare
-                one = one if bare is None else (bare, one[1])
             self._last = one
         except BaseException as error:
             self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
             raise
         finally:
-            self._flight = None
+            # A signal handler may submit inside of what it interrupted.
+            self._flight = outer
 
     @contextmanager
     def _poisoning(self, flight: Numbered | dict[str, Any]) -> Iterator[None]:
         """Mark what is in flight, and poison this communicator with whatever ends the body."""
-        self._flight, before = flight, self.health.cause
+        outer, self._flight, before = self._flight, flight, self.health.cause
         try:
             yield
         except BaseException as error:
             self._break(flight, before, error)
             raise
         finally:
-            self._flight = None
+            self._flight = outer
 
     def _break(
         self, flight: Numbered | dict[str, Any], before: CommunicatorBrokenError | None, error: BaseException
@@ -244,8 +241,8 @@ class Submitting(ABC):
     def _lead(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory has one stream
         """Let what comes later on those streams come after operations that are on theirs."""
 
-    def _keep(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory is done with on return
-        """Keep what operations read and write alive until their streams have passed them."""
+    def _keep(self, used: Sequence[Used]) -> None:  # noqa: B027 - host memory is done with on return
+        """Keep arrays alive until their streams have passed the operations that are about to be executed."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:
@@ -336,14 +333,15 @@ class Submitting(ABC):
 
     def group_end(self) -> None:
         """Submit the group if it is the outermost one."""
-        operations = self._leave_group("group_end", keep=True)
+        members = self._leave_group("group_end", keep=True)
         try:
-            if operations:
+            if members:
                 self._check("group")
-                for operation in operations:
+                for operation, _ in members:
                     # What held when it was called may not hold any more.
                     self._admit(operation)
-                self._run(operations)
+                used = [(operation.stream, owners) for operation, owners in members if owners]
+                self._run([operation for operation, _ in members], used)
         finally:
             LANE.give()
 
@@ -352,7 +350,7 @@ class Submitting(ABC):
         self._leave_group("group_discard", keep=False)
         LANE.give()
 
-    def _leave_group(self, what: str, *, keep: bool) -> list[Operation]:
+    def _leave_group(self, what: str, *, keep: bool) -> list[tuple[Operation, Owners]]:
         if self._group is None or self._group_thread != threading.get_ident():
             raise ValueError(f"{self.who}: {what} without a group_start of this thread")
         mark = self._group_marks.pop()
@@ -360,8 +358,8 @@ class Submitting(ABC):
             del self._group[mark:]
         if self._group_marks:
             return []
-        operations, self._group = self._group, None
-        return operations
+        members, self._group = self._group, None
+        return members
 
     # -- health and lifecycle ----------------------------------------------------------------------------------------
 

@@ -404,6 +404,39 @@ MPI.COMM_WORLD.Barrier()
     assert result.rank_out == ["done\n"] * 2 and result.seconds < 15, result.text
 
 
+def test_abort_comes_after_the_call_that_is_under_way() -> None:
+    """A verdict while a thread is inside NCCL takes the communicator away; it is aborted when the call has returned."""
+    program = """
+x = memory.put(np.ones(1000, np.float32))
+def add():
+    plane.all_reduce(x, 4000, dtype=DType.FLOAT32)
+add(); memory.wait()
+operation = plane._last[0]
+handle, real, name = operation.call
+looked, in_flight = threading.Semaphore(0), plane._inside._otherwise
+def otherwise():
+    found = in_flight()
+    looked.release()
+    return found
+plane._inside._otherwise = otherwise
+def call():
+    plane._stop_from_outside()
+    for _ in range(3):
+        assert looked.acquire(timeout=10)
+    say(f"aborted under the call: {plane._stopping[-1].done}")
+    return real()
+operation.call = handle, call, name
+add()
+plane._stopping[-1].wait()
+assert plane._comm is None and looked.acquire(timeout=10)
+MPI.COMM_WORLD.Barrier()
+comm.abort("enough")
+MPI.COMM_WORLD.Barrier()
+"""
+    result = run_job(2, HEAD + program, env=env(), timeout=30)
+    assert result.rank_out == ["aborted under the call: False\n"] * 2, result.text
+
+
 def test_close_that_fails() -> None:
     """What cannot be given back is told in the log; closing goes on, and is no exception."""
     program = "plane.barrier(); memory.wait()\nMPI.COMM_WORLD.Barrier()\ncomm.close(); comm.close(); say(plane.state())"

@@ -59,6 +59,20 @@ def test_call_site_goes_with_the_line() -> None:
     assert call_site(10**6) == "?"
 
 
+def test_two_places_at_one_instruction() -> None:
+    """Two functions of the same instructions, and of other lines, are told apart, in whichever order they come."""
+
+    def one() -> str:
+        return call_site()
+
+    def other() -> str:
+        return call_site()
+
+    assert one.__code__.co_code == other.__code__.co_code
+    turns = [int(function().rpartition(":")[2]) for function in (one, other, other, one)]
+    assert turns[0] == turns[3] < turns[1] == turns[2] == turns[0] + 3
+
+
 def test_plan_in_one_form() -> None:
     """A plan is checked and completed; members and names mean the same."""
     plan = {"operation": "all_reduce", "count": 3, "dtype": DType.BFLOAT16, "op": ReduceOp.MAX}

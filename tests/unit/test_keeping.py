@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from butter_mpi.collectives import Operation
-from butter_mpi.enums import DType
 from butter_mpi.errors import CUDAError
 from butter_mpi.planes import keeping
 from butter_mpi.planes.keeping import Keeping
@@ -59,7 +57,7 @@ def device() -> Any:
 
 def submit(kept: Keeping, stream: int, *owners: Any) -> None:
     """Do what a plane does around an operation."""
-    kept.keep([Operation("broadcast", 1, DType.UINT8, stream=stream, keep=owners)])
+    kept.keep([(stream, owners)] if owners else [])
     kept.release()
     kept.mark()
 
@@ -97,12 +95,24 @@ def test_a_loop_over_the_same_buffers_moves_one_event(device: Any) -> None:
     assert device.recorded[-1] == (2, 7)
 
 
+def test_a_group_on_the_same_buffers_has_one_event(device: Any) -> None:
+    """What several operations of a group use is marked once, behind all of them, also after it was marked before."""
+    kept, array, other = Keeping(device), _Array(), _Array()
+    for _ in range(2):
+        kept.keep([(7, (array,)), (7, (array,)), (8, (array,)), (7, (array,))])
+        kept.mark()
+    assert device.recorded == [(1, 7), (2, 8)] * 2
+    kept.keep([(7, (array,)), (7, (other,)), (7, (other,))])
+    kept.mark()
+    assert device.recorded[4:] == [(1, 7), (3, 7)]
+
+
 def test_what_failed_on_its_way_is_kept(device: Any) -> None:
     """What has no event behind it yet may be in use; the next operation's mark is behind it too."""
     kept, reference = Keeping(device), None
     array = _Array()
     reference = weakref.ref(array)
-    kept.keep([Operation("broadcast", 1, DType.UINT8, stream=7, keep=(array,))])
+    kept.keep([(7, (array,))])
     del array
     device.passed = {1}
     kept.release()

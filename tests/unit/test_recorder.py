@@ -8,10 +8,12 @@ import json
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -227,6 +229,27 @@ def test_hashes_agree_exactly_as_long_as_histories_do(
     chains = zip(_chains(left, "a"), _chains(right, "b"), strict=False)
     told = [here == there for here, there in chains]
     assert told == [left[: n + 1] == right[: n + 1] for n in range(len(told))]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.tuples(_SHAPES, st.sampled_from(_COUNTS)), min_size=40, max_size=60), st.integers(0, 2**40))
+def test_hash_is_exact(history: list[tuple[Operation, int]], begin: int) -> None:
+    """A hash loses no bit on its way, however long: it is what whole numbers of any size give."""
+    recorder = Recorder(10)
+    try:
+        reader = Reader(recorder.fd)
+        recorder.begin_at(begin)
+        model = Fraction(recorder._chain)
+        for number, (shape, count) in enumerate(history, begin + 1):
+            one = Operation(shape.kind, count, shape.dtype, op=shape.op, root=shape.root, site="s")
+            recorder.write(one, number)
+            model = 3 * model + Fraction(one.code[1])
+            model = model if model < 64 else model % 1
+            entry = reader.collective(number)
+            assert entry is not None and 2**45 % model.denominator == 0
+            assert Fraction(struct.unpack("d", struct.pack("Q", entry.chain))[0]) == model
+    finally:
+        recorder.close()
 
 
 # -- call sites ------------------------------------------------------------------------------------------------------

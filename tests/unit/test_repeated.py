@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from butter_mpi.collectives import Operation
+from butter_mpi.arguments import Arguments
+from butter_mpi.collectives import Operation, Owners
+from butter_mpi.enums import ReduceOp
 from butter_mpi.planes.solo import SoloPlane
 
 
@@ -18,9 +20,9 @@ class _Plane(SoloPlane):
         super().__init__(who="rank 0/1 on here", deadline=10)
         self.submitted: list[Operation] = []
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation, owners: Owners = ()) -> None:
         self.submitted.append(operation)
-        super().submit(operation)
+        super().submit(operation, owners)
 
 
 @pytest.fixture
@@ -39,6 +41,18 @@ def test_the_same_call_at_the_same_place_is_one_operation(plane: _Plane) -> None
     assert first is second and longer is not first and elsewhere is not first
     assert (longer.count, elsewhere.count) == (8, 4) and first.site != elsewhere.site and first.site == longer.site
     assert plane.sequence == 4
+
+
+def test_the_same_call_on_arrays_is_one_operation(plane: _Plane) -> None:
+    """So is it with arrays, which are handed beside it: other memory, or another line, makes another one."""
+    arguments, data, other = Arguments(plane), np.zeros(8), np.zeros(8)
+    made = [arguments.collective("all_reduce", array, None, None, op="sum") for array in (data, data, data[:], other)]
+    made.append(arguments.collective("all_reduce", data, None, None, op=ReduceOp.SUM))
+    (same, again, view, elsewhere, later) = (operations[0] for operations, _ in made)
+    assert same is again is view and elsewhere is not same and later is not same and later.send == same.send
+    assert [len(owners) for _, owners in made] == [1] * 5 and made[2][1][0].base is data and made[3][1][0] is other
+    halves = arguments.collective("all_gather", data[:4], data[4:], None)[1]
+    assert [half.base is data for half in halves] == [True, True]
 
 
 @pytest.mark.parametrize("nbytes", [True, 1.0, np.int64(1)], ids=["bool", "float", "another integer"])
@@ -60,4 +74,4 @@ def test_there_is_no_end_of_operations(plane: _Plane) -> None:
     data = np.zeros(5000, np.uint8)
     for nbytes in range(5000):
         plane.all_gather(data.ctypes.data, data.ctypes.data, nbytes)
-    assert len(plane._operations) <= 1024 and [one.count for one in plane.submitted] == list(range(5000))
+    assert len(plane._operations) <= 4096 and [one.count for one in plane.submitted] == list(range(5000))
