@@ -102,6 +102,7 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
     def _release(self) -> None:
         self.device.make_current()
         self._keeping.leave()
+        self._memory.free_left()
         # The driver destroys them once their work is done, and waits for nothing.
         self.device.destroy_event(self._event)
         self.device.destroy_stream(self._own_stream)

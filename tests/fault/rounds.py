@@ -18,7 +18,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from cuda.bindings import driver
 from helpers.standin_rank import check
 from mpi4py import MPI
@@ -36,21 +35,11 @@ SETTLE_SECONDS = 10.0
 def work(comm: butter_mpi.Communicator) -> None:
     """Do what makes a communicator use everything that it has: a sum, a pair, registered and symmetric memory."""
     plane: Any = comm.backend
-    handle = plane.register_buffer(pointer := plane.symmetric_alloc(4096), 4096)
-    plane.all_reduce(pointer, 4096)
-    peer = (comm.rank + 1) % comm.world_size
-    plane.group_start()
-    plane.send_to(pointer, 1024, peer, plane.stream)
-    plane.recv_from(pointer + 2048, 1024, (comm.rank - 1) % comm.world_size, plane.stream)
-    plane.group_end()
-    plane.barrier()
-    plane.deregister_buffer(handle)
-    plane.symmetric_free(pointer)
-    if plane.on_device:
-        while not plane.device.ready(plane.stream):
-            time.sleep(1e-4)
-    elif comm.world_size > 1:
-        comm.all_reduce(np.ones(1000, np.float32))
+    stream = plane.stream if plane.on_device else None
+    with comm.symmetric(1000) as x, comm.symmetric(1000) as y, comm.registered(x):
+        comm.all_reduce(x, stream=stream)
+        comm.sendrecv(x, (comm.rank + 1) % comm.world_size, y, (comm.rank - 1) % comm.world_size, stream=stream)
+    comm.barrier()
 
 
 def break_it(comm: butter_mpi.Communicator) -> None:
