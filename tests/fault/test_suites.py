@@ -56,9 +56,9 @@ def test_suite_passes_on_every_rank(suite: Path, mpi: str, ranks: int, tmp_path:
 
 
 def test_contract_of_one_rank_on_a_device(tmp_path: Path) -> None:
-    """One rank on a device passes the suites of contract, memory and order, and skips only what needs more."""
+    """One rank on a device passes the suites of contract, memory and operations, and skips only what needs more."""
     env = {**build().env(), "BUTTER_MPI_TEST_PLANE": "nccl"}
-    suites = ["test_backend.py", "test_memory.py", "test_nccl_order.py"]
+    suites = ["test_backend.py", "test_memory.py", "test_nccl_order.py", "test_operations.py"]
     run([RANKS / suite for suite in suites], "mpich", 1, tmp_path, env)
 
 
