@@ -25,7 +25,6 @@ COUNTS = [(3 * r + 2) % 5 for r in RANKS]
 """One count a rank, of which the second is zero."""
 TOTAL = sum(COUNTS)
 STARTS = [sum(COUNTS[:r]) for r in RANKS]
-ON_NCCL = PLANE == "nccl" and SIZE > 1
 NOT_REDUCED = [DType.INT16, DType.UINT16] if PLANE == "nccl" else []
 
 
@@ -111,7 +110,7 @@ def moves(comm: Communicator, arrays: Arrays, dtype: np.dtype[Any]) -> Iterator[
     yield "what was sent", arrays.get(own), raw(RANK, n, dtype)
 
 
-@pytest.mark.parametrize("calls", ["of NCCL 2.28", "composed"] if ON_NCCL else ["of MPI"])
+@pytest.mark.parametrize("calls", ["of NCCL 2.28", "composed"] if PLANE == "nccl" and SIZE > 1 else ["own"])
 def test_every_move(comm: Communicator, arrays: Arrays, calls: str) -> None:
     """What moves data moves any bytes of any type; an older NCCL gets gather, scatter and all_to_all composed."""
     plane: Any = comm.backend
