@@ -129,6 +129,11 @@ class Allocator:
         """Leave it to :meth:`free_left`; a finalizer may do this."""
         self._left.append(self._blocks.pop(pointer))
 
+    @property
+    def has_left(self) -> bool:
+        """Whether something was left."""
+        return bool(self._left)
+
     def free_left(self) -> None:
         """Free what was left."""
         while self._left:

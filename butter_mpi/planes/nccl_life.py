@@ -319,10 +319,18 @@ class NcclLife(OnDevice, PeerPlane):
             call.wait()
         if self._device is not None:
             self._device.make_current()
-            self._kept.callback(self._memory.free_left)
+            self._kept.callback(self._free_left)
             self._kept.close()
         if ending is not None:
             ending.result(Watch(None), "destroying")
+
+    def _free_left(self) -> None:
+        """Free memory that its user has left to this; what a stream still uses then stays to the process's end."""
+        watch, pause = Watch(_CLOSE_SECONDS), Pause()
+        while self._memory.has_left and not watch.tick():
+            if self._quiet():
+                self._memory.free_left()
+            pause()
 
     def _reconnect(self) -> None:
         self._stop()

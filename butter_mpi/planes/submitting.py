@@ -347,8 +347,8 @@ class Submitting(ABC):
             LANE.give()
 
     def check_no_group(self, what: str) -> None:
-        """Raise ``ValueError`` inside a group, whose operations are submitted at its end only."""
-        if self._group is not None:
+        """Raise ``ValueError`` inside a group of this thread, whose operations are submitted at its end only."""
+        if self._group is not None and self._group_thread == threading.get_ident():
             raise ValueError(f"{self.who}: {what} inside a group; end it first")
 
     def group_discard(self) -> None:

@@ -51,10 +51,9 @@ def frees(monkeypatch: pytest.MonkeyPatch, plane: Any) -> list[int]:
 
 
 def broken(comm: Communicator) -> None:
-    """Break a communicator on every rank, by operations that differ."""
-    plane: Any = comm.backend
-    with pytest.raises(CommunicatorBrokenError):
-        plane.barrier() if RANK else plane.all_reduce(0, 0)
+    """Break a communicator on every rank, by what ranks compare in every setting."""
+    with pytest.raises(CollectiveMismatchError):
+        comm.backend.set_add_kernel(0 if RANK else 8)
 
 
 # -- registered ------------------------------------------------------------------------------------------------------

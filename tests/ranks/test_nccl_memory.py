@@ -19,7 +19,7 @@ from mpi4py import MPI
 from butter_mpi import Communicator, dlpack, nccl
 from butter_mpi._libnccl import Library
 from butter_mpi.device import Device
-from butter_mpi.errors import CommunicatorBrokenError, NCCLError
+from butter_mpi.errors import CollectiveMismatchError, CommunicatorBrokenError, NCCLError
 
 pytestmark = [
     pytest.mark.mpi,
@@ -182,3 +182,19 @@ def test_a_capture_is_left_alone(comm: Communicator, plane: Any, device: Device)
     assert memory.array.nbytes
     memory.close()
     assert not plane._memory._blocks
+
+
+def test_memory_that_is_still_used_is_left(
+    comm: Communicator, arrays: Arrays, device: Device, plane: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a broken one has a busy stream, closing waits a moment, leaves the memory to the end, and says so."""
+    with Held(device, arrays.stream or 0), comm.symmetric(4) as x:
+        comm.all_reduce(x, stream=arrays.stream)
+        with pytest.raises(CollectiveMismatchError):
+            comm.backend.set_add_kernel(0 if RANK else 8)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5 and "symmetric_free: a stream is still busy" in caplog.text
+    assert plane._memory.has_left
+    comm.close()
+    plane._closing.wait()
+    assert not plane._memory.has_left
