@@ -235,6 +235,10 @@ class Arguments:
         cuts = self._cut(send, sends), self._cut(recv, receives)
         return self._uneven("all_to_all_v", what, stream, (send, recv), *cuts)
 
+    def memory(self, what: str, array: Any) -> ArrayView:
+        """Return the memory that an array has, for what is no operation."""
+        return self._view(f"{self._plane.who}: {what}", "array", array, writable=False)
+
     # -- making ------------------------------------------------------------------------------------------------------
 
     def _operation(

@@ -17,6 +17,7 @@ from butter_mpi.collectives import Operation
 from butter_mpi.enums import PreMulSum, ReduceOp
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.exchanges import Exchanges
+from butter_mpi.memory import Memory
 from butter_mpi.planes import CommBackend
 from butter_mpi.planes.base import Plane
 from butter_mpi.plans import Plans
@@ -42,7 +43,7 @@ class _Group:
             self._plane.group_discard()
 
 
-class Communicator(Exchanges, Plans):
+class Communicator(Exchanges, Memory, Plans):
     """The ranks of a job, and the operations between them.
 
     Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after

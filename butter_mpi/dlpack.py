@@ -1,4 +1,4 @@
-"""What an array says of its memory by DLPack, read by ctypes and given back at once."""
+"""DLPack by ctypes: what an array says of its memory, read and given back at once; and memory shown to others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LEGACY_STREAM", "NO_ORDER", "Seen", "follow", "look"]
+__all__ = ["LEGACY_STREAM", "NO_ORDER", "ON_DEVICE", "Seen", "follow", "look", "show"]
 
 _OLD, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _HOST = (1, 3)  # the CPU's, also pinned for CUDA
 _CUDA = (2, 13)  # a CUDA device's, also managed
+ON_DEVICE = 2
+"""A CUDA device's memory, as ``__dlpack_device__`` names it."""
 LEGACY_STREAM = 1
 """What the legacy default stream is called there."""
 NO_ORDER = -1
@@ -47,6 +49,12 @@ class _Versioned(ctypes.Structure):
         ("flags", ctypes.c_uint64),
         ("tensor", _Tensor),
     )
+
+
+class _Managed(ctypes.Structure):
+    """``DLManagedTensor``."""
+
+    _fields_ = (("tensor", _Tensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +120,73 @@ def _dtype(tensor: _Tensor) -> str:
     kind = _KINDS.get(tensor.code, f"DLPack kind {tensor.code} ")
     whole = kind == "bool" or kind.startswith("float8")
     return (kind if whole else f"{kind}{tensor.bits}") + (f"x{tensor.lanes}" if tensor.lanes != 1 else "")
+
+
+# -- showing ---------------------------------------------------------------------------------------------------------
+
+# By address: what others hold, with the owner of its memory.
+_SHOWN: dict[int, tuple[Any, ...]] = {}
+
+
+def _let_go(address: int) -> None:
+    """Let go of what was shown; whoever has taken the capsule calls this once, from any thread."""
+    _SHOWN.pop(address, None)
+
+
+def _end(capsule: int) -> None:
+    """Let go of what nobody has taken: a capsule that was taken has another name. The object is on its way out."""
+    if _valid(capsule, _OLD):
+        _let_go(_pointer(capsule, _OLD))
+
+
+_Deleter, _Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+_delete, _destruct = _Deleter(_let_go), _Destructor(_end)
+_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _Destructor)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def show(pointer: int, shape: tuple[int, ...], dtype: str, ordinal: int, owner: Any) -> Any:
+    """Return the capsule of contiguous device memory; whoever takes it keeps `owner` alive as long as it is used.
+
+    Parameters
+    ----------
+    pointer : int
+        The address.
+    shape : tuple of int
+        Its extents.
+    dtype : str
+        The name of an element type.
+    ordinal : int
+        The device.
+    owner : object
+        What the memory is of.
+
+    Returns
+    -------
+    object
+        The capsule.
+    """
+    extents = (ctypes.c_int64 * len(shape))(*shape)
+    managed = _Managed()
+    tensor = managed.tensor
+    tensor.data, tensor.device_type, tensor.device_id, tensor.ndim = pointer, ON_DEVICE, ordinal, len(shape)
+    tensor.code, tensor.bits = _code(dtype)
+    tensor.lanes, tensor.shape = 1, ctypes.cast(extents, ctypes.POINTER(ctypes.c_int64))
+    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
+    address = ctypes.addressof(managed)
+    _SHOWN[address] = managed, extents, owner
+    return _new(address, _OLD, _destruct)
+
+
+def _code(dtype: str) -> tuple[int, int]:
+    """Return the kind and the bits of an element type."""
+    whole = {"bool": (6, 8), "float8_e4m3fn": (10, 8), "float8_e5m2": (12, 8)}
+    if dtype in whole:
+        return whole[dtype]
+    kind = dtype.rstrip("0123456789")
+    return next(code for code, name in _KINDS.items() if name == kind), int(dtype[len(kind) :])

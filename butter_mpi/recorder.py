@@ -51,7 +51,7 @@ DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 
 DTYPES += "int16 uint16 bool complex64 complex128".split()
 OPS = ("sum", "prod", "max", "min", "avg", "premul_sum")
 # What ranks do together over the control plane: it moves no data and takes no number.
-EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect")
+EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect", "symmetric")
 
 _Codes = dict[tuple[Any, ...], tuple[Any, float, bytes]]
 

@@ -8,9 +8,9 @@ from typing import Any
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError, NotSupportedError
 
-__all__ = ["bf16_add_inplace"]
+__all__ = ["bf16_add_inplace", "premul"]
 
-_COMPILED: dict[int, int] = {}
+_COMPILED: dict[tuple[str, int], int] = {}
 
 
 def bf16_add_inplace(device: Device) -> int:
@@ -34,18 +34,47 @@ def bf16_add_inplace(device: Device) -> int:
     CUDAError
         It does not compile for this device, or cannot be loaded.
     """
-    if device.ordinal not in _COMPILED:
-        source = importlib.resources.files(__package__).joinpath("bf16_add.cu").read_text(encoding="utf-8")
-        _COMPILED[device.ordinal] = device.load_kernel(_compiled(source, device.capability), "bf16_add_inplace")
-    return _COMPILED[device.ordinal]
+    return _kernel(device, "bf16_add.cu", "bf16_add_inplace")
 
 
-def _compiled(source: str, capability: tuple[int, int]) -> bytes:
+def premul(device: Device) -> int:
+    """Return the kernel that multiplies an array by a factor, in its own element type, as NCCL's ``PreMulSum`` does.
+
+    Parameters
+    ----------
+    device : Device
+        Where it will run.
+
+    Returns
+    -------
+    int
+        The handle of a function ``(data, count, factor, kind)``: a device pointer, a 64-bit number of elements, one
+        element in the lowest bytes of 64 bits, and the number of its ``DType``. It is compiled once a process.
+
+    Raises
+    ------
+    NotSupportedError, CUDAError
+        As for :func:`bf16_add_inplace`.
+    """
+    return _kernel(device, "premul.cu", "premul")
+
+
+def _kernel(device: Device, file: str, name: str) -> int:
+    """Return a kernel of a file beside this one."""
+    known = _COMPILED.get((name, device.ordinal))
+    if known is None:
+        source = importlib.resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+        known = device.load_kernel(_compiled(source, file, device.capability), name)
+        _COMPILED[name, device.ordinal] = known
+    return known
+
+
+def _compiled(source: str, file: str, capability: tuple[int, int]) -> bytes:
     """Return machine code for a compute capability."""
     try:
         from cuda.bindings import nvrtc
 
-        program = _call(nvrtc, "nvrtcCreateProgram", source.encode(), b"bf16_add.cu", 0, [], [])
+        program = _call(nvrtc, "nvrtcCreateProgram", source.encode(), file.encode(), 0, [], [])
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise NotSupportedError(

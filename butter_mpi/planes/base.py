@@ -135,6 +135,31 @@ class Plane(Submitting):
                 raise ValueError(f"{self.who}: handle {handle!r} is not of this communicator, or void since its end")
             self._deregister(self._handles.pop(handle))
 
+    def give_back(self, handle: int) -> None:
+        """Give a handle back as soon as nothing that was submitted uses its memory; a void one is forgotten.
+
+        Raises
+        ------
+        ButterError
+            Streams have not come to their end within the collective deadline; it can be tried again.
+        """
+        if LANE.forked:
+            return
+        if self._usable():
+            self.drain("giving a registered buffer back")
+        with LANE.held(self.who, "deregister_buffer", self.deadline):
+            if handle in self._handles:
+                self._deregister(self._handles.pop(handle))
+
+    def drain(self, what: str) -> None:
+        """Wait until streams have passed what was submitted, which uses its memory until then.
+
+        Raises
+        ------
+        ButterError
+            They have not within the collective deadline, or, of what is broken or closed, within a moment.
+        """
+
     def _register(self, ptr: int, nbytes: int) -> Any:
         """Return what the data plane's library knows this memory by; host memory gains nothing from it."""
         return ptr, nbytes
@@ -147,8 +172,43 @@ class Plane(Submitting):
         return self._memory.alloc(nbytes)
 
     def symmetric_free(self, ptr: int) -> None:
-        """Free it."""
+        """Free it once nothing that was submitted uses it."""
+        self._memory.block(ptr)
+        self.drain("symmetric_free")
         self._memory.free(ptr)
+
+    def check_open(self, what: str) -> None:
+        """Raise where this communicator is closed or broken, before something is made for it."""
+        self._check(what)
+
+    def symmetric_block(self, ptr: int) -> Any:
+        """Return what holds it, as the plane allocated it."""
+        return self._memory.block(ptr)
+
+    def symmetric_leave(self, ptr: int) -> None:
+        """Leave it to the end of this communicator: nobody else knows it any more. Waits for nothing."""
+        self._memory.leave(ptr)
+
+    def symmetric_meet(self, failure: str, count: int, dtype: DType) -> list[str]:
+        """Return what keeps each rank from having its part of a symmetric array, empty where it has it (collective)."""
+        every = self._exchanged("symmetric", failure.encode(), count=count, dtype=dtype.label)
+        return [said.decode() for said in every]
+
+    def symmetric_register(self, ptr: int, nbytes: int, count: int, dtype: DType) -> int:
+        """Register memory of ``symmetric_alloc`` under a handle: each rank reaches every other's (collective)."""
+        with LANE.held(self.who, "symmetric", self.deadline):
+            self._check("symmetric")
+            record = control_signature("symmetric", self.sequence, call_site())
+            record |= {"count": count, "dtype": dtype.label}
+            with self._poisoning(record):
+                registered = self._register_symmetric(ptr, nbytes, record)
+            handle = next(self._next_handle)
+            self._handles[handle] = registered
+        return handle
+
+    def _register_symmetric(self, ptr: int, nbytes: int, record: dict[str, Any]) -> Any:
+        """Return what the data plane's library knows this memory by, of all ranks together."""
+        return self._register(ptr, nbytes)
 
     def _allocate(self, nbytes: int) -> tuple[int, Any]:
         """Return a block for ``Allocator``; planes of host memory take that."""
@@ -175,8 +235,7 @@ class Plane(Submitting):
         with LANE.held(self.who, "attempt_reconnect", self.deadline):
             if self.health.closed or self._ended():
                 self._check("attempt_reconnect")
-            if self._group is not None:
-                raise ValueError(f"{self.who}: attempt_reconnect inside a group; end it first")
+            self.check_no_group("attempt_reconnect")
             self._void()
             # What broke may have been the agreement on it.
             self._use_kernel(0)

@@ -80,6 +80,11 @@ class Keeping:
             self._device.record(kept.event, kept.stream)
             kept.marked = True
 
+    @property
+    def empty(self) -> bool:
+        """Whether streams have passed everything, as of the last look."""
+        return not self._streams
+
     def release(self) -> None:
         """Let go of what streams have passed."""
         for line in self._streams.values():

@@ -81,6 +81,7 @@ class Allocator:
     def __init__(self, who: str, allocate: Callable[[int], tuple[int, Any]], free: Callable[[Any], None]) -> None:
         self._who, self._allocate, self._free = who, allocate, free
         self._blocks: dict[int, Any] = {}
+        self._left: list[Any] = []
 
     def alloc(self, nbytes: int) -> int:
         """Return the pointer of `nbytes` bytes.
@@ -107,9 +108,33 @@ class Allocator:
         ValueError
             It did not return this pointer, or it is freed already.
         """
+        self._free(self.block(pointer))
+        del self._blocks[pointer]
+
+    def block(self, pointer: int) -> Any:
+        """Return the block that a pointer of :meth:`alloc` is in.
+
+        Raises
+        ------
+        ValueError
+            As for :meth:`free`.
+        """
         if pointer not in self._blocks:
             raise ValueError(
                 f"{self._who}: symmetric_free: {pointer!r} is not memory of symmetric_alloc, or is freed already"
             )
-        self._free(self._blocks[pointer])
-        del self._blocks[pointer]
+        return self._blocks[pointer]
+
+    def leave(self, pointer: int) -> None:
+        """Leave it to :meth:`free_left`; a finalizer may do this."""
+        self._left.append(self._blocks.pop(pointer))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether something was left."""
+        return bool(self._left)
+
+    def free_left(self) -> None:
+        """Free what was left."""
+        while self._left:
+            self._free(self._left.pop())

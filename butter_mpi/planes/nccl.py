@@ -22,12 +22,13 @@ from butter_mpi.errors import (
     NotSupportedError,
     PeerLostError,
 )
+from butter_mpi.lane import LANE
 from butter_mpi.nccl_setup import connects_late
 from butter_mpi.planes.issuing import ADDING
 from butter_mpi.planes.joining import Bound
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.memory import ALIGNMENT
-from butter_mpi.planes.nccl_life import NcclLife
+from butter_mpi.planes.nccl_life import GivenBack, NcclLife
 from butter_mpi.planes.peers import Task
 from butter_mpi.planes.submitting import Numbered, signed
 from butter_mpi.planes.waiting import Waiting, farewells
@@ -39,6 +40,7 @@ _FLOAT8_CAPABILITY = (9, 0)
 _INTEGERS16 = (DType.INT16, DType.UINT16)
 # What was on its way when a peer broke is there by then; a peer that exits lets the others speak for a little longer.
 _GRACE = 0.1
+_LAST_SECONDS = 2.0
 _DEVICE_LOST = "CUDA work of this rank failed, now or earlier; no other rank is the cause"
 _STOP_ALL = "Stop all ranks before retrying"
 _UNKNOWN = "ranks that are alive; which of them has not come is not known here"
@@ -162,7 +164,7 @@ class NcclPlane(NcclLife):
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _waiting(self, record: dict[str, Any], limit: float | None, **more: Any) -> Waiting:
-        agrees = record["kind"] == "set_add_kernel"
+        agrees = record["kind"] in ("set_add_kernel", "symmetric")
         what = "Every rank must call it at the same place" if agrees else _STOP_ALL
         remedy = f"{what}, or set a longer collective_deadline"
         return super()._waiting(record, limit, **{"remedy": remedy, "grace": _GRACE, **more})
@@ -209,16 +211,36 @@ class NcclPlane(NcclLife):
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _register(self, ptr: int, nbytes: int) -> Any:
+    def _register(self, ptr: int, nbytes: int) -> GivenBack:
         self.device.enter()
         with self._inside:
-            return nccl.register(self._library, self._handle("register_buffer"), ptr, nbytes)
+            number = nccl.register(self._library, self._handle("register_buffer"), ptr, nbytes)
+        return lambda comm: nccl.deregister(self._library, comm, number)
 
-    def _deregister(self, registered: Any) -> None:
+    def _register_symmetric(self, ptr: int, nbytes: int, record: dict[str, Any]) -> GivenBack:
+        """Register a window of all ranks; a library without any, or that gives none here, knows the buffer at most."""
+        if not self._library.has("ncclCommWindowRegister"):
+            return self._register(ptr, nbytes)
+        window, flags = nccl.Handle(), self._library.constant("NCCL_WIN_COLL_SYMMETRIC")
+
+        def register() -> None:
+            with self._inside:
+                comm = self._handle("symmetric")
+                result = nccl.window_register(self._library, comm, ptr, nbytes, window, flags)
+                nccl.check(self._library, "ncclCommWindowRegister", result)
+
+        waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
+        # Every rank has come, and waits inside NCCL for the others; one that has closed since had its window before.
+        bound = Bound(Watch(None), lambda: waiting.look(record, {}, waiting.take()))
+        self._aside_until_done(register, bound, "registering a window")
+        number = window.value
+        return lambda comm: None if number is None else nccl.window_deregister(self._library, comm, number)
+
+    def _deregister(self, registered: GivenBack) -> None:
         with self._inside:
             comm = self._comm
             if comm is not None:
-                nccl.deregister(self._library, comm, registered)
+                registered(comm)
 
     def _allocate(self, nbytes: int) -> tuple[int, int]:
         """Allocate by NCCL's allocator (``ncclMemAlloc``)."""
@@ -232,18 +254,31 @@ class NcclPlane(NcclLife):
         return base, base
 
     def _free(self, base: int) -> None:
-        """Free it (``ncclMemFree``), after waiting for this communicator's streams; others must be done."""
+        """Free it (``ncclMemFree``)."""
         self.device.enter()
-        self._drain()
         nccl.mem_free(self._library, base)
 
-    def _drain(self) -> None:
-        """Wait for the streams of this communicator, as freed memory that work still uses would break the device."""
-        watch, pause = Watch(self.deadline), Pause()
-        for stream in () if self.health.closed else (self.stream, self._aside):
-            while not self.device.ready(stream):
-                if watch.tick():
-                    raise ButterError(f"{self.who}: symmetric_free: a stream is still busy; nothing was freed")
-                # What a peer says ends the work that waits for it.
-                self.is_healthy()
-                pause()
+    def drain(self, what: str) -> None:
+        """Wait for the streams of this communicator, and for those that its operations on arrays were put on."""
+        watch, pause = Watch(self.deadline if self._usable() else _LAST_SECONDS), Pause()
+        while not self._passed(what):
+            if watch.tick():
+                raise ButterError(f"{self.who}: {what}: a stream is still busy; nothing was freed or given back")
+            # What a peer says ends the work that waits for it.
+            self.is_healthy()
+            pause()
+
+    def _passed(self, what: str) -> bool:
+        """Return whether nothing uses memory any more."""
+        if self.health.closed:
+            return self._closing is not None and self._closing.done
+        # An abort that is under way keeps the driver from answering.
+        if not all(stopping.done for stopping in self._stopping):
+            return False
+        with LANE.held(self.who, what, self.deadline):
+            for stream in (self.stream, self._aside):
+                try:
+                    self.device.refuse_capture(stream)
+                except ValueError as error:
+                    raise ValueError(f"{self.who}: {what}: {error}") from None
+            return self._quiet(self.stream)

@@ -15,7 +15,7 @@ from typing import Any
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
 from butter_mpi.collectives import Operation
-from butter_mpi.control import Control, Overdue, Watch
+from butter_mpi.control import Control, Overdue, Pause, Watch
 from butter_mpi.detached import Detached
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
@@ -41,7 +41,10 @@ from butter_mpi.sentinel.client import WATCHED
 from butter_mpi.transport import chosen, judge
 from butter_mpi.unique_id import NO_ID
 
-__all__ = ["NcclLife"]
+__all__ = ["GivenBack", "NcclLife"]
+
+GivenBack = Callable[[int], None]
+"""Gives back what was registered with a communicator, of which it takes the handle."""
 
 _LOG = logging.getLogger("butter_mpi")
 _BARRIER_BYTES = 4
@@ -92,6 +95,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._inside = Inside(self._in_plain_flight)
         self._stopping: list[Detached] = []
         self._ending: Detached | None = None
+        self._closing: Detached | None = None
         self._hopeless: CommunicatorBrokenError | None = None
 
     def _open(self) -> None:
@@ -271,7 +275,8 @@ class NcclLife(OnDevice, PeerPlane):
             # It was heard of since this began.
             self._give_up(self._hopeless)
         try:
-            Detached(lambda: self._clean_up(ending)).result(Watch(self._close_seconds), "closing")
+            self._closing = Detached(lambda: self._clean_up(ending))
+            self._closing.result(Watch(self._close_seconds), "closing")
         except Overdue:
             # It goes on by itself; if the communicator has not come to its end when the process ends, the job fails.
             if ending is not None and not ending.done:
@@ -287,13 +292,23 @@ class NcclLife(OnDevice, PeerPlane):
             why = cause.message.removeprefix(f"{self.who}: ")
             ending.give_up(f"{self.who}: closing: {self.last or 'the start'} has not completed: {why}")
 
-    def _destroy(self, comm: int, registered: Sequence[Any]) -> None:
+    def _destroy(self, comm: int, registered: Sequence[GivenBack]) -> None:
         """End a healthy communicator, which waits for its work."""
         self.device.make_current()
+        pause = Pause()
+        # A stream that was given may be gone by now.
+        while registered and not self._quiet(*([self.stream] if self._given_stream is None else [])):
+            pause()
         with contextlib.ExitStack() as ends:
             ends.callback(nccl.destroy, self._library, comm)
-            for one in registered:
-                ends.callback(nccl.deregister, self._library, comm, one)
+            for give_back in registered:
+                ends.callback(give_back, comm)
+
+    def _quiet(self, *streams: int) -> bool:
+        """Return whether streams, one's own among them, have passed what was put on them, arrays' ones too."""
+        with self.device.beside_captures():
+            self._keeping.release()
+            return self._keeping.empty and all(map(self.device.ready, (self._aside, *streams)))
 
     def _clean_up(self, ending: Detached | None) -> None:
         """Give back what this communicator has, last made first, once nothing can use it any more.
@@ -304,9 +319,18 @@ class NcclLife(OnDevice, PeerPlane):
             call.wait()
         if self._device is not None:
             self._device.make_current()
+            self._kept.callback(self._free_left)
             self._kept.close()
         if ending is not None:
             ending.result(Watch(None), "destroying")
+
+    def _free_left(self) -> None:
+        """Free memory that its user has left to this; what a stream still uses then stays to the process's end."""
+        watch, pause = Watch(_CLOSE_SECONDS), Pause()
+        while self._memory.has_left and not watch.tick():
+            if self._quiet():
+                self._memory.free_left()
+            pause()
 
     def _reconnect(self) -> None:
         self._stop()

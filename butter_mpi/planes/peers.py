@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,17 @@ class PeerPlane(Plane):
 
     def listen_to_watcher(self) -> None:
         """Take the watcher's verdicts from now on; one that has come, at once."""
-        if self._sentinel is not None:
-            self._sentinel.deliver_to(self._hear, self._judged)
+        if self._sentinel is None:
+            return
+        # The thread that listens must not keep this plane, and with it a communicator that its user has dropped.
+        hear = weakref.WeakMethod(self._hear)
+
+        def deliver(notice: Mapping[str, Any]) -> None:
+            alive = hear()
+            if alive is not None:
+                alive(notice)
+
+        self._sentinel.deliver_to(deliver, self._judged)
 
     def _hear(self, notice: Mapping[str, Any]) -> None:
         """Take a verdict, in the thread that listens: it calls no MPI, and waits for nothing."""

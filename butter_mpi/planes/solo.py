@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,17 @@ from butter_mpi.collectives import Operation, carried
 from butter_mpi.device import Device, same_stream
 from butter_mpi.enums import PreMulSum
 from butter_mpi.errors import CommunicatorBrokenError, CUDAError, NotSupportedError
+from butter_mpi.kernels import premul
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.keeping import Keeping
-from butter_mpi.planes.memory import ALIGNMENT, at, copy, premultiplied
+from butter_mpi.planes.memory import ALIGNMENT, at, copy, factor_of, premultiplied
 from butter_mpi.planes.on_device import OnDevice
 from butter_mpi.planes.submitting import Numbered
 
 __all__ = ["DeviceSoloPlane", "SoloPlane"]
+
+_THREADS = 256
+_MOST_BLOCKS = 1024
 
 
 class SoloPlane(Plane):
@@ -32,13 +37,17 @@ class SoloPlane(Plane):
             if operation.rule.send_blocks and operation.rule.recv_blocks:
                 self._copy(operation, operation)
             if isinstance(operation.op, PreMulSum):
-                premultiplied(at(operation.recv, operation.count, operation.dtype), operation)
+                self._multiply(operation)
         for send, recv in self._own_pairs(operations):
             assert send is not None and recv is not None
             self._copy(send, recv)
 
     def _copy(self, source: Operation, target: Operation) -> None:
         copy(target.recv, source.send, source.nbytes)
+
+    def _multiply(self, operation: Operation) -> None:
+        """Multiply what was copied by this rank's factor."""
+        premultiplied(at(operation.recv, operation.count, operation.dtype), operation)
 
     def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
         return [payload]
@@ -74,17 +83,29 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
         self._device = device
         self._transport_errors = (CUDAError,)
         self._keeping = Keeping(device)
+        self._premul = 0
         self._own_stream, self._event = device.make_stream(), device.make_event()
         self.stream = self._own_stream if stream is None else self.check_stream(stream)
 
     def _admit(self, operation: Operation) -> None:
         super()._admit(operation)
         if isinstance(operation.op, PreMulSum):
-            raise NotSupportedError(
-                f"{self.who}: {operation.kind}: one rank alone on a device moves data without NCCL, and has nothing "
-                "that multiplies; multiply the array by the factor yourself",
-                needs="2 ranks",
-            )
+            try:
+                self._premul = premul(self.device)
+            except NotSupportedError as error:
+                raise NotSupportedError(
+                    f"{self.who}: {operation.kind}: one rank alone on a device multiplies by a kernel of its own, "
+                    f"without NCCL: {error.message}; or multiply the array by the factor yourself",
+                    needs=error.needs,
+                ) from None
+
+    def _multiply(self, operation: Operation) -> None:
+        if operation.count:
+            factor = int.from_bytes(factor_of(operation).tobytes(), "little")
+            blocks = min(-(-operation.count // _THREADS), _MOST_BLOCKS)
+            values = operation.recv, operation.count, factor, operation.dtype.nccl
+            arguments = values, (ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_uint)
+            self.device.launch(self._premul, blocks, _THREADS, operation.stream, arguments)
 
     def _copy(self, source: Operation, target: Operation) -> None:
         apart = not same_stream(source.stream, target.stream)
@@ -102,6 +123,7 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
     def _release(self) -> None:
         self.device.make_current()
         self._keeping.leave()
+        self._memory.free_left()
         # The driver destroys them once their work is done, and waits for nothing.
         self.device.destroy_event(self._event)
         self.device.destroy_stream(self._own_stream)

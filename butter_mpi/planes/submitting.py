@@ -227,8 +227,7 @@ class Submitting(ABC):
         record = {**control_signature(what, self.sequence, call_site()), **compared}
         with LANE.held(self.who, what, self.deadline):
             self._check(what)
-            if self._group is not None:
-                raise ValueError(f"{self.who}: {what} inside a group; end it first")
+            self.check_no_group(what)
             with self._poisoning(record):
                 return self._exchange(payload, record)
 
@@ -344,6 +343,11 @@ class Submitting(ABC):
                 self._run([operation for operation, _ in members], used)
         finally:
             LANE.give()
+
+    def check_no_group(self, what: str) -> None:
+        """Raise ``ValueError`` inside a group of this thread, whose operations are submitted at its end only."""
+        if self._group is not None and self._group_thread == threading.get_ident():
+            raise ValueError(f"{self.who}: {what} inside a group; end it first")
 
     def group_discard(self) -> None:
         """Leave a group whose body failed: nothing of it is sent, no number is taken."""

@@ -213,6 +213,32 @@ MPI.COMM_WORLD.Barrier()
     assert result.rank_out == ["forgotten\n"] * 2 and result.rc != 0, result.text
 
 
+def test_one_rank_alone_without_nvrtc() -> None:
+    """What multiplies there is compiled by NVRTC: without it the sum is refused, and takes no number."""
+    program = """
+from butter_mpi import kernels, PreMulSum
+def lacking(*_):
+    raise butter_mpi.NotSupportedError("NVRTC, which compiles kernels, cannot be loaded: none", needs="NVRTC")
+kernels._compiled = lacking
+comm = butter_mpi.init(plane="nccl")
+memory = DeviceMemory(comm.backend.device, comm.backend.stream)
+x = np.full(4, 3, np.float32)
+pointer = memory.put(x)
+try:
+    comm.backend.all_reduce(pointer, 16, dtype=DType.FLOAT32, op=PreMulSum(2))
+except butter_mpi.NotSupportedError as error:
+    say(error)
+assert comm.sequence == 0 and comm.is_healthy()
+kernels._compiled = lambda *_: b"STANDIN"
+comm.backend.all_reduce(pointer, 16, dtype=DType.FLOAT32, op=PreMulSum(2))
+assert (memory.get(pointer, x) == 6).all() and comm.sequence == 1
+comm.close()
+"""
+    out = run(1, program).rank_out[0]
+    text = "all_reduce: one rank alone on a device multiplies by a kernel of its own, without NCCL: NVRTC, which"
+    assert out.startswith("rank 0/1") and text in out and "multiply the array by the factor yourself" in out, out
+
+
 # -- sizes -----------------------------------------------------------------------------------------------------------
 
 

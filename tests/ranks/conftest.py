@@ -11,6 +11,7 @@ from helpers.memory import PLANE, DeviceMemory, HostMemory, Memory
 from mpi4py import MPI
 
 import butter_mpi
+from butter_mpi import kernels
 from butter_mpi.device import Device
 from butter_mpi.planes import CommBackend
 
@@ -22,6 +23,13 @@ SHARE = bool(os.environ.get("BUTTER_MPI_TEST_SHARE_GPU"))
 def _made() -> butter_mpi.Communicator:
     fault = butter_mpi.FaultPolicy(collective_deadline=10)
     return butter_mpi.init(MPI.COMM_WORLD, plane=PLANE, check=CHECK, share_gpu=SHARE, fault=fault)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the stand-in's kernels there, in place of what NVRTC would compile."""
+    if "STANDIN_DEVICES" in os.environ:
+        monkeypatch.setattr(kernels, "_compiled", lambda *_: b"STANDIN\0")
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
-from helpers.memory import PLANE, DeviceArray, DeviceMemory
+from helpers.arrays import Array, Arrays
+from helpers.memory import PLANE
+from helpers.model import TYPES, check, contribution, operators, raw, reduced
 from mpi4py import MPI
 
 from butter_mpi import Communicator, DType, PreMulSum, ReduceOp
@@ -26,96 +25,13 @@ COUNTS = [(3 * r + 2) % 5 for r in RANKS]
 """One count a rank, of which the second is zero."""
 TOTAL = sum(COUNTS)
 STARTS = [sum(COUNTS[:r]) for r in RANKS]
-TYPES = {dtype: np.dtype(getattr(ml_dtypes, dtype.label, dtype.label)) for dtype in DType}
-WHOLE = [dtype for dtype in DType if "int" in dtype.label]
-COMPLEX = [DType.COMPLEX64, DType.COMPLEX128]
 NOT_REDUCED = [DType.INT16, DType.UINT16] if PLANE == "nccl" else []
-SAME = {ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum}
-
-Array = npt.NDArray[Any]
-
-
-class Arrays:
-    """Makes arrays in the memory of the plane, and looks at them."""
-
-    def __init__(self, comm: Communicator) -> None:
-        plane: Any = comm.backend
-        self._memory = DeviceMemory(plane.device, plane.stream) if plane.on_device else None
-
-    def __call__(self, content: Array) -> Any:
-        """Return an array of the plane's memory."""
-        if self._memory is None:
-            return content.copy()
-        return DeviceArray(self._memory, content, stream=self._memory.stream)
-
-    def part(self, whole: Any, start: int, count: int) -> Any:
-        """Return a part of an array: the same memory."""
-        if self._memory is None:
-            return whole[start : start + count]
-        shown = whole.__cuda_array_interface__
-        at = shown["data"][0] + start * whole.dtype.itemsize
-        interface = {**shown, "shape": (count,), "data": (at, False)}
-        return types.SimpleNamespace(dtype=whole.dtype, __cuda_array_interface__=interface, under=whole)
-
-    def get(self, array: Any) -> Array:
-        """Return what is in it."""
-        return array if self._memory is None else array.get()
 
 
 @pytest.fixture
 def arrays(comm: Communicator) -> Arrays:
     """What makes arrays for `comm`."""
     return Arrays(comm)
-
-
-def factor(rank: int, dtype: DType) -> int | float:
-    """Return what a rank multiplies by; with three bits of fraction less would be rounded on the way."""
-    return 0.5 if dtype is DType.FLOAT8_E5M2 else 2 - rank % 2
-
-
-def operators(dtype: DType) -> list[ReduceOp | PreMulSum]:
-    """Return the reductions that an element type has."""
-    if dtype is DType.BOOL:
-        return [op for op in ReduceOp if op is not ReduceOp.AVG]
-    return [*((ReduceOp.SUM, ReduceOp.AVG) if dtype in COMPLEX else ReduceOp), PreMulSum(factor(RANK, dtype))]
-
-
-def contribution(rank: int, count: int, dtype: DType) -> Array:
-    """Return small numbers that no reduction here rounds, different by rank and place."""
-    numbers = 1 + (np.arange(count) + rank) % 2
-    if dtype is DType.BOOL:
-        return (np.arange(count) + rank) % 3 == 0
-    if dtype in COMPLEX:
-        return (numbers + 1j * (rank - numbers)).astype(TYPES[dtype])
-    return numbers.astype(TYPES[dtype])
-
-
-def reduced(count: int, dtype: DType, op: ReduceOp | PreMulSum) -> Array:
-    """Return what a reduction of all contributions must give."""
-    every = [contribution(r, count, dtype) for r in RANKS]
-    if dtype is DType.BOOL:
-        either = op in (ReduceOp.SUM, ReduceOp.MAX)
-        return np.logical_or.reduce(every) if either else np.logical_and.reduce(every)
-    wide = [values.astype(np.complex128 if dtype in COMPLEX else np.float64) for values in every]
-    if isinstance(op, PreMulSum):
-        total = np.add.reduce([factor(r, dtype) * values for r, values in enumerate(wide)])
-    elif op is ReduceOp.AVG:
-        total = np.add.reduce(wide) / SIZE
-        total = np.trunc(total) if dtype in WHOLE else total
-    else:
-        total = SAME[op].reduce(wide)
-    return np.asarray(total).astype(TYPES[dtype])
-
-
-def check(got: Array, wanted: Array, what: object) -> None:
-    """Compare; only an average of a number of ranks that is no power of two may be rounded, by a unit."""
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape, what
-    if "avg" in str(what) and SIZE & (SIZE - 1) and got.dtype.kind in "fcV":
-        eps = 2.0 ** -(3 if got.dtype.itemsize == 1 else 7 if got.dtype.itemsize == 2 else 22)
-        wide = np.complex128 if got.dtype.kind == "c" else np.float64
-        assert np.allclose(got.astype(wide), wanted.astype(wide), rtol=eps, atol=0), what
-        return
-    assert (got.view(np.uint8) == wanted.view(np.uint8)).all(), (what, got, wanted)
 
 
 def cases() -> Iterator[tuple[DType, ReduceOp | PreMulSum]]:
@@ -145,11 +61,6 @@ def test_every_reduction(comm: Communicator, arrays: Arrays) -> None:
             scatter(send, recv, *more, op=op)
             wanted = reduced(sum(counts), dtype, op)[own]
             check(arrays.get(recv), wanted, f"{scatter.__name__} {what}")
-
-
-def raw(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
-    """Return random bytes, also such as are no number."""
-    return np.frombuffer(np.random.default_rng([rank, count]).bytes(count * dtype.itemsize), dtype)
 
 
 def moves(comm: Communicator, arrays: Arrays, dtype: np.dtype[Any]) -> Iterator[tuple[str, Array, Array]]:
@@ -199,7 +110,7 @@ def moves(comm: Communicator, arrays: Arrays, dtype: np.dtype[Any]) -> Iterator[
     yield "what was sent", arrays.get(own), raw(RANK, n, dtype)
 
 
-@pytest.mark.parametrize("calls", ["of NCCL 2.28", "composed"] if PLANE == "nccl" else ["of MPI"])
+@pytest.mark.parametrize("calls", ["of NCCL 2.28", "composed"] if PLANE == "nccl" and SIZE > 1 else ["own"])
 def test_every_move(comm: Communicator, arrays: Arrays, calls: str) -> None:
     """What moves data moves any bytes of any type; an older NCCL gets gather, scatter and all_to_all composed."""
     plane: Any = comm.backend

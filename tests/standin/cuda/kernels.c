@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "kernels.h"
 
+#include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <time.h>
@@ -40,6 +41,32 @@ static void bf16_add_inplace(const uint64_t *a) {
   for (size_t i = 0; target && source && i < count; i++) target[i] = narrow(widen(target[i]) + widen(source[i]));
 }
 
+/* The kernel of the package, compiled as C: what CUDA has, and one thread. */
+#define __device__ static
+#define __global__ static
+static const struct { unsigned x; } blockIdx = {0}, threadIdx = {0}, blockDim = {1}, gridDim = {1};
+
+static float __uint_as_float(unsigned bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static unsigned __float_as_uint(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+#include "../../../butter_mpi/kernels/premul.cu"
+
+/* premul(data, count, factor, kind): data[i] *= factor, in the element type of that number */
+static void run_premul(const uint64_t *a) {
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1, 2, 2};
+  void *data = a[3] < LENGTH(sizes) ? array(&a[0], a[1] * sizes[a[3]]) : NULL;
+  if (data) premul(data, a[1], a[2], (unsigned)a[3]);
+}
+
 /* fill_f32(target, value, count) */
 static void fill_f32(const uint64_t *a) {
   float value, *target = array(&a[0], a[2] * 4);
@@ -74,7 +101,7 @@ static void wait_flag(const uint64_t *a) {
 static const struct kernel kernels[] = {
     {"bf16_add_inplace", bf16_add_inplace, {8, 8, 8}}, {"fill_f32", fill_f32, {8, 4, 8}},
     {"axpy_f32", axpy_f32, {4, 8, 8, 8}},              {"delay_us", delay_us, {4}},
-    {"wait_flag", wait_flag, {8}},
+    {"wait_flag", wait_flag, {8}},                         {"premul", run_premul, {8, 8, 8, 4}},
 };
 
 const struct kernel *kernel_named(const char *name) {
