@@ -237,7 +237,7 @@ class Arguments:
 
     def memory(self, what: str, array: Any) -> ArrayView:
         """Return the memory that an array has, for what is no operation."""
-        return self._view(f"{self._plane.who}: {what}", "array", array, writable=False)
+        return self._view(self._what(what), "array", array, writable=False)
 
     # -- making ------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,12 @@ def comm() -> Iterator[butter_mpi.Communicator]:
         yield made
 
 
+def _ordinal(comm: butter_mpi.Communicator) -> int:
+    """Return the number of this rank's GPU."""
+    plane: Any = comm.backend
+    return int(plane.device.ordinal)
+
+
 @pytest.fixture
 def torch() -> Any:
     """PyTorch with a GPU."""
@@ -244,8 +250,9 @@ def test_jax_arrays_are_sent_and_not_written(comm: butter_mpi.Communicator, torc
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU")
     # JAX begins with every GPU that it sees: it leaves the last one current, and works on the first.
-    torch.cuda.set_device(comm.backend.device.ordinal)
-    own = jax.local_devices()[comm.backend.device.ordinal]
+    ordinal = _ordinal(comm)
+    torch.cuda.set_device(ordinal)
+    own = jax.local_devices()[ordinal]
     stream = torch.cuda.Stream()
     for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
         ones = jax.device_put(jax.numpy.ones((2048, 2048), dtype), own)
@@ -267,7 +274,7 @@ def test_numba_arrays_name_their_stream(comm: butter_mpi.Communicator) -> None:
     if not cuda.is_available():
         pytest.skip("Numba sees no GPU")
     # Numba works on the first GPU unless it is told.
-    cuda.select_device(comm.backend.device.ordinal)
+    cuda.select_device(_ordinal(comm))
     stream = cuda.stream()
     x = cuda.to_device(np.full(1001, RANK + 1, np.float32), stream=stream)
     comm.all_reduce(x)
