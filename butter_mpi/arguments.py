@@ -39,19 +39,20 @@ _CALLER, _CALLER_OF_MANY = 4, 3
 class _What:
     """Who does what, and perhaps on which argument, for messages: nothing is written before one is."""
 
-    def __init__(self, plane: Plane, kind: str, argument: str = "") -> None:
-        self._plane, self._kind, self._argument = plane, kind, argument
+    def __init__(self, plane: Plane, kind: str, argument: str = "", *, numbered: bool = True) -> None:
+        self._plane, self._kind, self._argument, self._numbered = plane, kind, argument, numbered
         self._arguments: dict[str, _What] = {}
 
     def of(self, argument: str) -> _What:
         """Return the same on an argument."""
         found = self._arguments.get(argument)
         if found is None:
-            found = self._arguments[argument] = _What(self._plane, self._kind, f": {argument}")
+            found = self._arguments[argument] = _What(self._plane, self._kind, f": {argument}", numbered=self._numbered)
         return found
 
     def __str__(self) -> str:
-        return f"{self._plane.who}: {self._kind} #{self._plane.sequence + 1}{self._argument}"
+        number = f" #{self._plane.sequence + 1}" if self._numbered else ""
+        return f"{self._plane.who}: {self._kind}{number}{self._argument}"
 
 
 @dataclass(slots=True)
@@ -237,7 +238,7 @@ class Arguments:
 
     def memory(self, what: str, array: Any) -> ArrayView:
         """Return the memory that an array has, for what is no operation."""
-        return self._view(self._what(what), "array", array, writable=False)
+        return self._view(_What(self._plane, what, numbered=False), "array", array, writable=False)
 
     # -- making ------------------------------------------------------------------------------------------------------
 
