@@ -1,7 +1,7 @@
 """Make and end a communicator many times, and print what the process has before and after: nothing may grow.
 
-``mpirun -np 2 python tests/fault/rounds.py --rounds 200``, also on GPUs (``--plane nccl``, with ``--share-gpu`` where
-ranks share one). Ends take turns: closed, aborted, dropped without either, closed after a failure. Rank 0 prints one
+``PYTHONPATH=.:tests mpirun -np 2 python tests/fault/rounds.py --rounds 200``, also on GPUs (``--share-gpu`` where ranks
+share one). Ends take turns: closed, aborted, dropped without either, closed after a failure. Rank 0 prints one
 line of JSON: what each rank had after the first rounds, which load what is loaded once, and after the last ones.
 """
 
