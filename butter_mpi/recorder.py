@@ -48,7 +48,7 @@ DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 
 DTYPES += "int16 uint16 bool complex64 complex128".split()
 OPS = ("sum", "prod", "max", "min", "avg", "premul_sum")
 # What ranks do together over the control plane: it moves no data and takes no number.
-EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect")
+EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect", "split", "dup")
 
 _JSON = "json"
 _NONE = 0xFF
@@ -64,7 +64,7 @@ _WHOLE = struct.Struct("QQ40sQ").pack_into
 # time ns, number of the collective before it, signature, 0, site, 0, 0, count
 _EXCHANGE = struct.Struct("=8Q").pack_into
 _SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
-_BEAT, _POSITION = 0, 8
+_BEAT, _POSITION, _BROKE = 0, 8, 16
 
 
 class Entry(NamedTuple):
@@ -207,6 +207,10 @@ class Recorder:
         self._exchanged |= _EXCHANGES_OF_AN_EPOCH - 1
         self.exchange("attempt_reconnect", sequence, "?")
 
+    def mark_broken(self) -> None:
+        """Say that this communicator broke or was closed: in which order others are used beside it means nothing."""
+        _WORD.pack_into(self._map, _BROKE, 1)
+
     def _new_site(self, text: str) -> int:
         self._next_site += 1
         if len(self._sites) >= SITES:
@@ -283,6 +287,24 @@ class Reader:
         if slots[(self._last + 1) % COLLECTIVES] > self._last:
             self._last = max(self._last, max(slots.tolist()))
         return self._last
+
+    @property
+    def broke(self) -> bool:
+        """Whether the communicator ever broke, or was closed."""
+        return bool(self._words[_BROKE // 8])
+
+    def times(self, first: int, last: int) -> list[int]:
+        """Return when each of these collectives was submitted, in nanoseconds; 0 for one that is not there."""
+        stamps, numbers = (self._words[_HEADER // 8 + word : _PAIRS_AT // 8 : _RECORD // 8] for word in (0, 7))
+        begin, end = first % COLLECTIVES, last % COLLECTIVES + 1
+        parts = [(begin, end)] if begin < end or first > last else [(begin, COLLECTIVES), (0, end)]
+        # In this order: whoever writes a record clears the time first, and stores the number last.
+        found = [when for start, stop in parts for when in stamps[start:stop].tolist()]
+        there = [number for start, stop in parts for number in numbers[start:stop].tolist()]
+        wanted = range(first, last + 1)
+        if there == list(wanted):
+            return found
+        return [when if is_ == number else 0 for number, is_, when in zip(wanted, there, found, strict=False)]
 
     def collective(self, number: int) -> Entry | None:
         """Return a collective, or ``None`` if it is not there: not yet, being written, or overwritten."""

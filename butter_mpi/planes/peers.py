@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
+from butter_mpi.detached import Detached
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
@@ -23,6 +26,7 @@ __all__ = ["PeerPlane", "Task"]
 
 _GRACE = 0.5
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
+_PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
 
 Task = Generator[bool, None, None]
 """A transfer: yields whether it has moved on since the last look."""
@@ -37,6 +41,11 @@ def sweep() -> None:
             control.free()
             for comm in others:
                 comm.Free()
+
+
+def _whereabouts() -> str:
+    """Return which operation of which communicator this process is in; empty: none."""
+    return next((f"{what} as {plane.who}" for plane in list(_PLANES) if (what := plane.in_flight)), "")
 
 
 class PeerPlane(Plane):
@@ -76,6 +85,8 @@ class PeerPlane(Plane):
         self._transport_errors = (mpi.Exception,)
         self._ended = mpi.Is_finalized
         self._write = None if sentinel is None else sentinel.recorder.write
+        self._control.where = _whereabouts
+        _PLANES.add(self)
         sweep()
 
     # -- the watcher -------------------------------------------------------------------------------------------------
@@ -207,6 +218,34 @@ class PeerPlane(Plane):
         yield from self._wait((stage, blocks), self._data.Iallgather, self._raw(stage), self._raw(blocks))
         gathered.extend(block[:n].tobytes() for block, n in zip(blocks, lengths, strict=True))
 
+    def divide(self, what: str, color: int | None, key: int) -> Any:
+        """Return a new MPI communicator of the ranks with the same color, or ``None``; every rank has agreed on it.
+
+        MPI has no such call that could be polled (``MPI_Comm_split``), so it is made in a thread that can be left to
+        itself. Meanwhile this one calls no MPI, whose thread level may not allow it: only the watcher is heard.
+
+        Raises
+        ------
+        CommunicatorBrokenError
+            A rank ended in it, or it did not come back: this communicator is poisoned.
+        """
+        record = control_signature(what, self.sequence, call_site())
+        given = self._mpi.UNDEFINED if color is None else color
+        with self._poisoning(record):
+            unfinished = f"{self.who}: {what}: MPI_Comm_split has not come back"
+            call = Detached(lambda: self._data.Split(given, key), unfinished)
+            try:
+                made = call.result(Watch(self.deadline), what, lambda: self.health.check(self.who, what))
+            except Overdue as error:
+                raise CollectiveTimeoutError(
+                    f"{self.who}: {what}: every rank came, and MPI_Comm_split has not come back within "
+                    f"{error.elapsed:.1f} s (collective deadline {self.deadline:g} s); only a new job helps",
+                    operation=what,
+                    phase="collective",
+                    elapsed=error.elapsed,
+                ) from error
+        return None if color is None else made
+
     def _announce(self, cause: CommunicatorBrokenError) -> None:
         if self._control.broken is not None:
             return
@@ -295,6 +334,7 @@ class PeerPlane(Plane):
                 elapsed=error.elapsed,
             ) from error
         self._retire("moved on", {})
+        control.where = _whereabouts
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, reserve
         self.sequence = max(sequence for sequence, _ in numbers)

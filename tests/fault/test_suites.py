@@ -15,11 +15,11 @@ RANKS = TESTS / "ranks"
 SUITES = sorted(RANKS.glob("test_*.py"))
 HOST = [suite for suite in SUITES if not suite.stem.startswith("test_nccl")]
 JOBS = [("mpich", 1), ("mpich", 2), ("mpich", 3), ("openmpi", 2), ("debian-openmpi", 2)]
-OWN = ("test_operations.py", "test_plans.py")
+OWN = ("test_operations.py", "test_plans.py", "test_splits.py")
 NCCL = [[RANKS / "test_backend.py"], [*sorted(RANKS.glob("test_nccl*.py")), *[RANKS / name for name in OWN]]]
 ON_STANDIN = [("mpich", 2, "strict"), ("mpich", 4, "strict"), ("openmpi", 2, "strict"), ("mpich", 2, "light")]
 # Where more than two ranks do what two do not; the others are about one rank and its device.
-OF_MANY = ("test_backend", "test_nccl", "test_operations")
+OF_MANY = ("test_backend", "test_nccl", "test_operations", "test_splits")
 # Light ranks do not compare what they submit: there is no mismatch to be told of.
 LEFT_OUT = {"light": ["test_reconnect_after_a_mismatch"]}
 # A hundred tests of what the stand-in computes, which depends on neither the check nor the MPI.
@@ -72,3 +72,10 @@ def test_suites_pass_on_nccl(suites: list[Path], mpi: str, ranks: int, check: st
     suites = [suite for suite in suites if ranks == 2 or suite.stem in OF_MANY]
     out = LEFT_OUT.get(check, []) + (ARITHMETIC if (mpi, ranks, check) != ("mpich", 2, "strict") else [])
     run(suites, mpi, ranks, tmp_path, env, *left_out("test_backend.py", out))
+
+
+@pytest.mark.parametrize(("ranks", "plane"), [(4, "host"), (3, "nccl")])
+def test_splits_of_many_ranks(ranks: int, plane: str, tmp_path: Path) -> None:
+    """Communicators from communicators, with the numbers of ranks that no job above has on that plane."""
+    standin = build().env(NCCL_IB_TIMEOUT="10", NCCL_IB_RETRY_CNT="1") if plane == "nccl" else {}
+    run([RANKS / "test_splits.py"], "mpich", ranks, tmp_path, {**standin, "BUTTER_MPI_TEST_PLANE": plane})
