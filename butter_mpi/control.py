@@ -124,8 +124,11 @@ def retire_all() -> None:
 
 
 def listen_everywhere() -> None:
-    """Take what has arrived on every communicator: a rank that waits on one is asked on another where it is."""
-    for control in list(_LISTENING):
+    """Take what has arrived on every communicator that stands: who waits on one is asked on another where it is.
+
+    Only by the thread that holds the lane. A start that another thread is in takes its own.
+    """
+    for control in [one for one in list(_LISTENING) if one.where is not None]:
         control.pump()
 
 
@@ -259,8 +262,8 @@ class Control:
         self._sends: list[Ticket] = []
         self._spoiled = False
         self._asked: set[int] = set()
-        self.where: Callable[[], str] = lambda: ""
-        """Returns the operation that this process is in, for others who ask."""
+        self.where: Callable[[], str] | None = None
+        """Returns the operation that this process is in, for others who ask, once the communicator stands."""
         self.whereabouts: dict[int, str] = {}
         # MPI writes into the posted buffers until they are cancelled: a collected Control would be a wild write.
         _LISTENING.add(self)
@@ -327,7 +330,7 @@ class Control:
         elif kind == "pong":
             self._asked.discard(peer)
         elif kind == "where":
-            self.send([peer], "here", {"at": self.where()})
+            self.send([peer], "here", {"at": self.where() if self.where else ""})
         elif kind == "here":
             self.whereabouts[peer] = body["at"]
         else:

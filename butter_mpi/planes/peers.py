@@ -85,7 +85,6 @@ class PeerPlane(Plane):
         self._transport_errors = (mpi.Exception,)
         self._ended = mpi.Is_finalized
         self._write = None if sentinel is None else sentinel.recorder.write
-        self._control.where = _whereabouts
         _PLANES.add(self)
         sweep()
 
@@ -97,7 +96,8 @@ class PeerPlane(Plane):
         return False
 
     def listen_to_watcher(self) -> None:
-        """Take the watcher's verdicts from now on; one that has come, at once."""
+        """Take the watcher's verdicts from now on, one that has come at once; the communicator stands."""
+        self._control.where = _whereabouts
         if self._sentinel is not None:
             self._sentinel.deliver_to(self._hear, self._judged)
 

@@ -312,6 +312,7 @@ class Watcher:
         line = {
             "time": time.time(),
             "host": self._config["host"],
+            "communicator": self._config["name"],
             "verdict": verdict.notice(),
             "submitted": {str(number): rank.newest(_SHOWN) for number, rank in self._ranks.items()},
         }

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from butter_mpi import Communicator
-from butter_mpi.errors import CollectiveMismatchError, CommunicatorClosedError, PeerLostError
+from butter_mpi.errors import CollectiveMismatchError, CommunicatorClosedError, PeerLostError, PreflightError
 
 pytestmark = pytest.mark.mpi
 
@@ -229,6 +229,19 @@ def test_no_split_inside_a_group_nor_of_a_closed_one(comm: Communicator) -> None
     made.close()
     with pytest.raises(CommunicatorClosedError, match="dup: the communicator was closed"):
         made.dup()
+
+
+@needs_peer
+def test_part_whose_ranks_differ_is_refused(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changed since init is compared again: refused on every rank of the part, and the parent goes on."""
+    if RANK == SIZE - 1:
+        monkeypatch.setenv("NCCL_BUFFSIZE", "8388608")
+    with pytest.raises(PreflightError, match="NCCL_BUFFSIZE"):
+        comm.split(0)
+    monkeypatch.undo()
+    child = comm.split(0)
+    assert child is not None and total(child) == total(comm) == numbers(list(RANKS))
+    child.close()
 
 
 # -- life ------------------------------------------------------------------------------------------------------------
