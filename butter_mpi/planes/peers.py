@@ -226,8 +226,8 @@ class PeerPlane(Plane):
 
         Raises
         ------
-        CommunicatorBrokenError
-            A rank ended in it, or it did not come back: this communicator is poisoned.
+        CollectiveTimeoutError, CommunicatorBrokenError
+            It did not come back, or a rank ended in it: this communicator is poisoned.
         """
         record = control_signature(what, self.sequence, call_site())
         given = self._mpi.UNDEFINED if color is None else color

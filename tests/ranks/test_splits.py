@@ -197,26 +197,28 @@ def test_whatever_is_split_computes_what_numpy_does(comm: Communicator, plan: tu
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("color", "key", "error", "said"),
-    [
-        ("red", 0, TypeError, "split: color must be an int; None for a rank that shall be in none; got str"),
-        (True, 0, TypeError, "split: color must be an int; None for a rank that shall be in none; got bool"),
-        (-1, 0, ValueError, "split: color must be from 0 to 2147483647; None for a rank that shall be in none; got -1"),
-        (2**31, 0, ValueError, "color must be from 0 to 2147483647"),
-        (0, 1.5, TypeError, "split: key must be an int; got float"),
-        (None, 2**31, ValueError, "split: key must be from -2147483648 to 2147483647; got 2147483648"),
-    ],
-)
-def test_wrong_argument_reaches_all(comm: Communicator, color: Any, key: Any, error: Any, said: str) -> None:
+INT = "must be an int; None for a rank that shall be in none; got"
+FROM_0 = "color must be from 0 to 2147483647; None for a rank that shall be in none; got"
+WRONG: list[tuple[Any, Any, type[Exception], str]] = [
+    ("red", 0, TypeError, f"split: color {INT} str"),
+    (True, 0, TypeError, f"split: color {INT} bool"),
+    (-1, 0, ValueError, f"split: {FROM_0} -1"),
+    (2**31, 0, ValueError, f"split: {FROM_0} 2147483648"),
+    (0, 1.5, TypeError, "split: key must be an int; got float"),
+    (None, 2**31, ValueError, "split: key must be from -2147483648 to 2147483647; got 2147483648"),
+]
+
+
+def test_wrong_argument_on_one_rank_reaches_all(comm: Communicator) -> None:
     """Every rank raises the same error, which names the rank; nothing is poisoned, and the next split works."""
-    wrong = SIZE - 1
-    with pytest.raises(error) as caught:
-        comm.split(color, key) if wrong == RANK else comm.split(0)
-    assert f"rank {wrong}: " in str(caught.value) and said in str(caught.value)
-    assert comm.is_healthy() and total(comm) == numbers(list(RANKS))
+    last = SIZE - 1
+    for color, key, error, said in WRONG:
+        with pytest.raises(error) as caught:
+            comm.split(*((color, key) if last == RANK else (0,)))
+        assert str(caught.value).endswith(f"rank {last}: {said}")
+        assert comm.is_healthy() and total(comm) == numbers(list(RANKS))
     made = comm.split(np.int64(0), np.int8(-RANK))
-    assert made is not None and made.rank == SIZE - 1 - RANK and "split 1 color 0" in repr(made)
+    assert made is not None and made.rank == last - RANK and "split 1 color 0" in repr(made)
     made.close()
 
 
