@@ -128,6 +128,8 @@ class PeerPlane(Plane):
 
     def poison(self, cause: CommunicatorBrokenError) -> None:
         """Refuse every later operation with the first cause; whoever does not know it yet is told."""
+        if self._sentinel is not None:
+            self._sentinel.mark_broken()
         super().poison(cause)
         self._pass_on()
 

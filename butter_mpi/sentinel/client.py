@@ -470,7 +470,7 @@ class Sentinel:
         with self._lock:
             if self._notices.setdefault(epoch, notice) is not notice:
                 return
-            self._mark_broken()
+            self.mark_broken()
         # First: whoever raises the one finds the other broken too.
         for one in list(_OPEN):
             if one.key == notice.get("other"):
@@ -488,8 +488,8 @@ class Sentinel:
         self._take(own, 0)
         self._tell(own, 0)
 
-    def _mark_broken(self) -> None:
-        """Say so to the watchers of newer communicators, unless this one's recorder is gone."""
+    def mark_broken(self) -> None:
+        """Tell the watchers of newer communicators that this one broke or was closed, unless its recorder is gone."""
         with self._lock:
             if not self._left:
                 self.recorder.mark_broken()
@@ -502,7 +502,7 @@ class Sentinel:
 
     def _tell(self, notice: Mapping[str, Any], epoch: int) -> None:
         if not self._left:
-            self._mark_broken()
+            self.mark_broken()
             messages.send(self._socket, "broken", notice=dict(notice), epoch=epoch)
 
     def tell_of(self, text: str, *, lost: bool = True) -> None:
@@ -523,7 +523,7 @@ class Sentinel:
         """Say that nothing more is submitted; where another watcher sees to the end of this process, that is all."""
         if not self._closed:
             self._closed = True
-            self._mark_broken()
+            self.mark_broken()
             self._reap()
             messages.send(self._socket, "closed")
             if self not in _LAST:

@@ -209,11 +209,18 @@ say(f"took {time.monotonic() - began} .")
 def orders() -> Iterator[dict[str, Job]]:
     """Jobs that wait for their deadline of ten seconds; they do so together."""
     host = {"env": {"PLANE": "host"}}
-    with together({"pairs": (2, PAIRS, host), "unwatched": (2, UNWATCHED, host), "cycle": (3, CYCLE, host)}) as jobs:
+    strict = {"env": {**build().env(), **STANDIN, "BUTTER_MPI_CHECK": "strict"}}
+    programs = {
+        "pairs": (2, PAIRS, host),
+        "unwatched": (2, UNWATCHED, host),
+        "cycle": (3, CYCLE, host),
+        "strict": (3, CYCLE, strict),
+    }
+    with together(programs) as jobs:
         yield jobs
 
 
-@pytest.mark.parametrize("what", ["pairs", "unwatched", "cycle"])
+@pytest.mark.parametrize("what", ["pairs", "unwatched", "cycle", "strict"])
 def test_orders_that_no_watcher_compares(orders: dict[str, Job], what: str) -> None:
     """What is blocked in MPI ends at the collective deadline, and tells in which operation of which other each rank is.
 

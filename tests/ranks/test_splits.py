@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -311,6 +312,27 @@ def test_abort_of_the_child_is_none_of_the_parent(comm: Communicator) -> None:
             child.wait_for_async_error(5)
         child.close()
     assert total(comm) == numbers(list(RANKS))
+
+
+def test_two_threads_take_turns(comm: Communicator) -> None:
+    """Two threads with a communicator each use the one lane; in one order on every rank, all is well."""
+    other, turns = comm.dup(), [threading.Semaphore(1), threading.Semaphore(0)]
+    sums: list[float] = []
+
+    def work(number: int, one: Communicator) -> None:
+        for _ in range(5):
+            turns[number].acquire()
+            sums.append(total(one))
+            turns[1 - number].release()
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate((comm, other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sums == [numbers(list(RANKS))] * 10 and comm.sequence == other.sequence == 5
+    assert comm.is_healthy() and other.is_healthy()
+    other.close()
 
 
 @needs_peer
