@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 from butter_mpi.descent import members, refused
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
-
-if TYPE_CHECKING:
-    from butter_mpi.communicator import Communicator
 
 __all__ = ["Part", "Splits"]
 
@@ -39,7 +36,7 @@ class Splits:
     _part: Part
     _splits = 0
 
-    def split(self, color: SupportsIndex | None, key: SupportsIndex = 0) -> Communicator | None:
+    def split(self, color: SupportsIndex | None, key: SupportsIndex = 0) -> Self | None:
         """Make a communicator of the ranks that give the same `color`, for each color.
 
         It is a whole communicator: with a sequence, a health and a watcher of its own, on the same plane, with the
@@ -79,7 +76,7 @@ class Splits:
         """
         return self._divided("split", color, key)
 
-    def dup(self) -> Communicator:
+    def dup(self) -> Self:
         """Make a further communicator of all ranks, in the same order: a ``split`` in which all give one color.
 
         Returns
@@ -106,7 +103,7 @@ class Splits:
         assert made is not None
         return made
 
-    def _divided(self, what: str, color: Any, key: Any) -> Communicator | None:
+    def _divided(self, what: str, color: Any, key: Any) -> Self | None:
         plane, color, key = self._plane, _index(color), _index(key)
         wrong = refused(what, color, key)
         mine = {"refused": wrong} if wrong else {"refused": None, "color": color, "key": key}
@@ -121,5 +118,5 @@ class Splits:
             self._splits += 1
             name = f"dup {self._splits}" if what == "dup" else f"split {self._splits} color {color}"
             ranks = [] if color is None else members(said, color)
-            made: Communicator | None = self._part(what, name, color, ranks, [said[rank]["node"] for rank in ranks])
+            made: Self | None = self._part(what, name, color, ranks, [said[rank]["node"] for rank in ranks])
             return made

@@ -329,7 +329,8 @@ class Sentinel:
         with self._lock:
             if self._closed or self._left:
                 return None
-            fd = os.dup(self.recorder.fd)
+            with beyond_standard():
+                fd = os.dup(self.recorder.fd)
         ends.callback(os.close, fd)
         return fd
 
