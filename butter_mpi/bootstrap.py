@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from butter_mpi import cuda, launch, preflight
 from butter_mpi.buffers import stream_handle
 from butter_mpi.collectives import check_plan
 from butter_mpi.communicator import Communicator
-from butter_mpi.control import Control, Overdue, Watch, duplicate
+from butter_mpi.control import Control, Overdue, Pause, Watch, duplicate
+from butter_mpi.descent import Descent, applicable
 from butter_mpi.device import Device
 from butter_mpi.ending import ENDING, say
 from butter_mpi.environment import c_environment
@@ -43,6 +45,7 @@ __all__ = ["abort_job", "init", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
 _WORD_SECONDS = 0.5
+_STARTS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,9 @@ def init(
     # Below MPI's highest thread level its calls must not overlap with those of operations in other threads.
     lane = contextlib.nullcontext() if MPI.Query_thread() >= MPI.THREAD_MULTIPLE else _lane(asked.settings)
     with ENDING.starting(), lane:
-        return _Start(comm, MPI, asked).run()
+        number = next(_STARTS)
+        descent = Descent.of_init("init" if number == 1 else f"init {number}", comm.size)
+        return _Start(comm, MPI, asked, descent).run()
 
 
 def start_deadline(fault: Any = None) -> float:
@@ -218,11 +223,14 @@ def _asked(
 class _Start:
     """The steps of one start, under one deadline."""
 
-    def __init__(self, comm: Any, mpi: Any, asked: _Asked) -> None:
+    def __init__(
+        self, comm: Any, mpi: Any, asked: _Asked, descent: Descent, look: Callable[[], None] = lambda: None
+    ) -> None:
         self._comm, self._mpi, self._asked = comm, mpi, asked
         self._settings = asked.settings
-        self._watch = Watch(asked.settings.start_deadline)
-        self._who = f"rank {comm.rank}/{comm.size} on {socket.gethostname()}"
+        self._watch, self._look = Watch(asked.settings.start_deadline), look
+        self._descent = descent
+        self._who = descent.who(comm.rank, socket.gethostname())
 
     def run(self) -> Communicator:
         """Take every step; a step that is overdue is named."""
@@ -292,7 +300,7 @@ class _Start:
             raise StartError(f"{self._who}: start: {error.message}", phase="device") from None
 
     def _connect(self, record: dict[str, Any]) -> Communicator:
-        control = Control(duplicate(self._comm, self._mpi, self._watch), self._mpi)
+        control = Control(duplicate(self._comm, self._mpi, self._watch, self._look), self._mpi)
         sentinel = self._sentinel(control)
         try:
             return self._connect_watched(record, control, sentinel)
@@ -319,7 +327,11 @@ class _Start:
             sentinel.close()
 
     def _connect_watched(self, record: dict[str, Any], control: Control, sentinel: Sentinel | None) -> Communicator:
-        look = sentinel.look_at_start if sentinel else lambda: None
+        def look() -> None:
+            self._look()
+            if sentinel is not None:
+                sentinel.look_at_start()
+
         try:
             report = _passed(compare(control, record, self._watch, look))
             data = duplicate(self._comm, self._mpi, self._watch, look)
@@ -357,7 +369,7 @@ class _Start:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
         offer = Offer(settings.watch, settings.collective_deadline, settings.verdict_file or "")
-        said = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers")
+        said = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers", self._look)
         every = [json.loads(one) for one in said]
         if any(one["watch"] == "off" for one in every):
             # Where they differ, preflight says so.
@@ -367,7 +379,7 @@ class _Start:
             offer,
             every,
             self._comm.rank,
-            who=self._who,
+            descent=self._descent,
             start_deadline=settings.start_deadline,
             frozen=settings.watch == "on",
             file=settings.verdict_file or "",
@@ -410,6 +422,7 @@ class _Start:
 
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
         ENDING.watch(plane)
+        plane.health.remark = self._descent.remark
         if self._comm.size == self._mpi.COMM_WORLD.size:
             ENDING.everybody_started()
         if report.warnings and plane.rank() == 0:
@@ -421,7 +434,48 @@ class _Start:
             record=record,
             plan=self._asked.plan,
             orphan=ENDING.orphan,
+            part=lambda *part: self._part(plane, *part),
         )
+
+    def _part(
+        self, plane: Plane, what: str, name: str, color: int | None, ranks: Sequence[int], nodes: Sequence[str]
+    ) -> Communicator | None:
+        """Make the communicator of a part of the ranks of `plane`, by the steps of every start."""
+        key = ranks.index(plane.rank()) if color is not None else 0
+        comm = plane.divide(what, color, key) if isinstance(plane, PeerPlane) else self._mpi.COMM_SELF
+        if color is None:
+            return None
+        settings = replace(
+            self._settings,
+            plane="nccl" if plane.on_device else "host",
+            require_transport=applicable(self._settings.require_transport, nodes),
+        )
+        asked, descent = replace(self._asked, settings=settings, plan=None), self._descent.child(name, ranks)
+        try:
+            with ENDING.starting():
+                made = _Start(comm, self._mpi, asked, descent, lambda: plane.health.check(plane.who, what)).run()
+        except PreflightError:
+            self._free(comm)
+            raise
+        except StartError as error:
+            if error.phase == WATCHED:
+                _wait_for_word(plane, what)
+            raise
+        # It has duplicates of its own.
+        self._free(comm)
+        return made
+
+    def _free(self, comm: Any) -> None:
+        if comm != self._mpi.COMM_SELF:
+            comm.Free()
+
+
+def _wait_for_word(plane: Plane, what: str) -> None:
+    """Raise what the watcher of a communicator says in a moment, where that of one of its parts has said it already."""
+    watch, pause = Watch(_WORD_SECONDS), Pause()
+    while not watch.tick():
+        plane.health.check(plane.who, what)
+        pause()
 
 
 def compare(

@@ -31,7 +31,7 @@ __all__ = [
 
 _INSIDE = (
     *("butter_mpi.communicator", "butter_mpi.exchanges", "butter_mpi.plans", "butter_mpi.arguments"),
-    *("butter_mpi.memory", "butter_mpi.planes", "butter_mpi.lane", "contextlib"),
+    *("butter_mpi.memory", "butter_mpi.splitting", "butter_mpi.planes", "butter_mpi.lane", "contextlib"),
 )
 _LONGEST_SITE = 120
 _MOST_SITES = 4096

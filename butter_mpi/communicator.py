@@ -21,6 +21,7 @@ from butter_mpi.memory import Memory
 from butter_mpi.planes import CommBackend
 from butter_mpi.planes.base import Plane
 from butter_mpi.plans import Plans
+from butter_mpi.splitting import Part, Splits
 
 __all__ = ["Communicator"]
 
@@ -43,17 +44,17 @@ class _Group:
             self._plane.group_discard()
 
 
-class Communicator(Exchanges, Memory, Plans):
+class Communicator(Exchanges, Memory, Plans, Splits):
     """The ranks of a job, and the operations between them.
 
-    Made by ``butter_mpi.init``. An operation is submitted on the one lane of this process, in program order, after
-    every check of its arguments; a wrong argument is a ``TypeError`` or ``ValueError``, sends nothing and poisons
-    nothing. On the ``host`` plane arrays are in host memory (NumPy, ml_dtypes' types too, PyTorch, anything with
-    ``__dlpack__``), ``stream`` is ``None``, and an operation has completed when it returns. On the ``nccl`` plane they
-    are in device memory (CuPy, PyTorch, anything with ``__cuda_array_interface__`` or ``__dlpack__``), an operation is
-    put on `stream` (the one given, else the current stream of the library that the array is of), and what was handed
-    over is kept until its stream has passed the operation. The ``solo`` plane of one rank is like the one that more
-    ranks would have.
+    Made by ``butter_mpi.init``, or by ``split`` and ``dup`` of another one. An operation is submitted on the one lane
+    of this process, in program order, after every check of its arguments; a wrong argument is a ``TypeError`` or
+    ``ValueError``, sends nothing and poisons nothing. On the ``host`` plane arrays are in host memory (NumPy,
+    ml_dtypes' types too, PyTorch, anything with ``__dlpack__``), ``stream`` is ``None``, and an operation has completed
+    when it returns. On the ``nccl`` plane they are in device memory (CuPy, PyTorch, anything with
+    ``__cuda_array_interface__`` or ``__dlpack__``), an operation is put on `stream` (the one given, else the current
+    stream of the library that the array is of), and what was handed over is kept until its stream has passed the
+    operation. The ``solo`` plane of one rank is like the one that more ranks would have.
 
     As a context manager: a normal exit closes, an exception aborts.
     """
@@ -67,9 +68,10 @@ class Communicator(Exchanges, Memory, Plans):
         record: Mapping[str, Any],
         plan: Mapping[str, Any] | None,
         orphan: Callable[[Plane], None],
+        part: Part,
     ) -> None:
         self._plane, self._arguments = plane, Arguments(plane)
-        self._orphan = orphan
+        self._orphan, self._part = orphan, part
         self._plan = plan
         self._record = dict(record)
         self.preflight = preflight

@@ -22,6 +22,7 @@ __all__ = [
     "Watch",
     "duplicate",
     "keep_for_ever",
+    "listen_everywhere",
     "poll",
     "retire_all",
     "unfinished",
@@ -120,6 +121,15 @@ def retire_all() -> None:
         pause()
     for control in list(_LISTENING):
         control.retire()
+
+
+def listen_everywhere() -> None:
+    """Take what has arrived on every communicator that stands: who waits on one is asked on another where it is.
+
+    Only by the thread that holds the lane. A start that another thread is in takes its own.
+    """
+    for control in [one for one in list(_LISTENING) if one.where is not None]:
+        control.pump()
 
 
 class Watch:
@@ -224,8 +234,8 @@ class Control:
 
     A message is a kind and a JSON object. Kinds: ``op`` (a submission's signature), ``left`` (closed, all is well),
     ``moved on`` (reconnected elsewhere), ``tell`` (a value of a step of the start), ``broken`` (poisoned, with the
-    facts), ``ping`` and ``pong``. Messages of one peer arrive in the order in which they were sent; after ``left`` or
-    ``moved on`` no ``op`` follows.
+    facts), ``ping`` and ``pong``, ``where`` (which operation of any communicator are you in?) and ``here``. Messages of
+    one peer arrive in the order in which they were sent; after ``left`` or ``moved on`` no ``op`` follows.
 
     Parameters
     ----------
@@ -252,6 +262,9 @@ class Control:
         self._sends: list[Ticket] = []
         self._spoiled = False
         self._asked: set[int] = set()
+        self.where: Callable[[], str] | None = None
+        """Returns the operation that this process is in, for others who ask, once the communicator stands."""
+        self.whereabouts: dict[int, str] = {}
         # MPI writes into the posted buffers until they are cancelled: a collected Control would be a wild write.
         _LISTENING.add(self)
         for peer in self.peers:
@@ -316,6 +329,10 @@ class Control:
             self.send([peer], "pong", {})
         elif kind == "pong":
             self._asked.discard(peer)
+        elif kind == "where":
+            self.send([peer], "here", {"at": self.where() if self.where else ""})
+        elif kind == "here":
+            self.whereabouts[peer] = body["at"]
         else:
             if body.get("phase") in ("abort", "exit"):
                 self.gone[peer] = body
@@ -329,6 +346,11 @@ class Control:
         """Ask every peer for a sign of life; one that waits in an operation too answers by itself."""
         self._asked = set(self.peers)
         self.send(self.peers, "ping", {})
+
+    def ask_where(self, peers: Iterable[int]) -> None:
+        """Ask peers where they are, also in operations of other communicators; answers are in :attr:`whereabouts`."""
+        self.whereabouts.clear()
+        self.send(peers, "where", {})
 
     def silent(self) -> list[int]:
         """Return the peers that have not answered the last :meth:`ping`."""

@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from butter_mpi.errors import ButterError, CommunicatorBrokenError, CommunicatorClosedError
@@ -103,11 +103,15 @@ class Health:
     def __init__(self) -> None:
         self.cause: CommunicatorBrokenError | None = None
         self.closed = ""
+        self.remark: Callable[[Sequence[int]], str] = lambda _lost: ""
+        """Returns what the loss of ranks here means elsewhere."""
 
     def poison(self, cause: CommunicatorBrokenError) -> bool:
         """Keep the first cause; returns whether this is it."""
         first = self.cause is None
         if first:
+            if remark := self.remark(cause.lost_ranks):
+                cause.add_note(remark)
             self.cause = cause
         return first
 

@@ -40,6 +40,7 @@ _EXCHANGES_KEPT = 2
 _EXCHANGES_OF_AN_EPOCH = 1 << 32
 _BEAT = _EXCHANGES_AT + _EXCHANGES_KEPT * _RECORD
 _POSITION = _BEAT + 8
+_BROKE = _POSITION + 8
 SIZE = _BEAT + _WORDS
 
 # By number, as NCCL counts them; a test holds these against the enums.
@@ -51,7 +52,7 @@ DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 
 DTYPES += "int16 uint16 bool complex64 complex128".split()
 OPS = ("sum", "prod", "max", "min", "avg", "premul_sum")
 # What ranks do together over the control plane: it moves no data and takes no number.
-EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect", "symmetric")
+EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect", "symmetric", "split", "dup")
 
 _Codes = dict[tuple[Any, ...], tuple[Any, float, bytes]]
 
@@ -234,6 +235,10 @@ class Recorder:
         self._exchanged |= _EXCHANGES_OF_AN_EPOCH - 1
         self.exchange("attempt_reconnect", sequence, "?")
 
+    def mark_broken(self) -> None:
+        """Say that this communicator broke or was closed: in which order others are used beside it means nothing."""
+        _WORD.pack_into(self._map, _BROKE, 1)
+
     def _new_site(self, text: str) -> int:
         self._next_site += 1
         if len(self._sites) >= SITES:
@@ -310,6 +315,25 @@ class Reader:
         if slots[(self._last + 1) % COLLECTIVES] > self._last:
             self._last = max(self._last, max(slots.tolist()))
         return self._last
+
+    @property
+    def broke(self) -> bool:
+        """Whether the communicator ever broke, or was closed."""
+        return bool(self._words[_BROKE // 8])
+
+    def times(self, first: int, last: int) -> list[float]:
+        """Return when each of these collectives was submitted, in seconds; 0 for one that is not there."""
+        stamps = self._floats[: _PAIRS_AT // 8 : _RECORD // 8]
+        numbers = self._words[7 : _PAIRS_AT // 8 : _RECORD // 8]
+        begin, end = first % COLLECTIVES, last % COLLECTIVES + 1
+        parts = [(begin, end)] if begin < end or first > last else [(begin, COLLECTIVES), (0, end)]
+        # In this order: whoever writes a record clears the time first, and stores the number last.
+        found: list[float] = [when for start, stop in parts for when in stamps[start:stop].tolist()]
+        there = [number for start, stop in parts for number in numbers[start:stop].tolist()]
+        wanted = range(first, last + 1)
+        if there == list(wanted):
+            return found
+        return [when if is_ == number else 0.0 for number, is_, when in zip(wanted, there, found, strict=False)]
 
     def collective(self, number: int) -> Entry | None:
         """Return a collective, or ``None`` if it is not there: not yet, being written, or overwritten."""

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
+from butter_mpi.detached import Detached
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
@@ -24,6 +26,7 @@ __all__ = ["PeerPlane", "Task"]
 
 _GRACE = 0.5
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
+_PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
 
 Task = Generator[bool, None, None]
 """A transfer: yields whether it has moved on since the last look."""
@@ -38,6 +41,11 @@ def sweep() -> None:
             control.free()
             for comm in others:
                 comm.Free()
+
+
+def _whereabouts() -> str:
+    """Return which operation of which communicator this process is in; empty: none."""
+    return next((f"{what} as {plane.who}" for plane in list(_PLANES) if (what := plane.in_flight)), "")
 
 
 class PeerPlane(Plane):
@@ -77,6 +85,7 @@ class PeerPlane(Plane):
         self._transport_errors = (mpi.Exception,)
         self._ended = mpi.Is_finalized
         self._write = None if sentinel is None else sentinel.recorder.write
+        _PLANES.add(self)
         sweep()
 
     # -- the watcher -------------------------------------------------------------------------------------------------
@@ -87,7 +96,8 @@ class PeerPlane(Plane):
         return False
 
     def listen_to_watcher(self) -> None:
-        """Take the watcher's verdicts from now on; one that has come, at once."""
+        """Take the watcher's verdicts from now on, one that has come at once; the communicator stands."""
+        self._control.where = _whereabouts
         if self._sentinel is None:
             return
         # The thread that listens must not keep this plane, and with it a communicator that its user has dropped.
@@ -127,6 +137,8 @@ class PeerPlane(Plane):
 
     def poison(self, cause: CommunicatorBrokenError) -> None:
         """Refuse every later operation with the first cause; whoever does not know it yet is told."""
+        if self._sentinel is not None:
+            self._sentinel.mark_broken()
         super().poison(cause)
         self._pass_on()
 
@@ -217,6 +229,34 @@ class PeerPlane(Plane):
         yield from self._wait((stage, blocks), self._data.Iallgather, self._raw(stage), self._raw(blocks))
         gathered.extend(block[:n].tobytes() for block, n in zip(blocks, lengths, strict=True))
 
+    def divide(self, what: str, color: int | None, key: int) -> Any:
+        """Return a new MPI communicator of the ranks with the same color, or ``None``; every rank has agreed on it.
+
+        MPI has no such call that could be polled (``MPI_Comm_split``), so it is made in a thread that can be left to
+        itself. Meanwhile this one calls no MPI, whose thread level may not allow it: only the watcher is heard.
+
+        Raises
+        ------
+        CollectiveTimeoutError, CommunicatorBrokenError
+            It did not come back, or a rank ended in it: this communicator is poisoned.
+        """
+        record = control_signature(what, self.sequence, call_site())
+        given = self._mpi.UNDEFINED if color is None else color
+        with self._poisoning(record):
+            unfinished = f"{self.who}: {what}: MPI_Comm_split has not come back"
+            call = Detached(lambda: self._data.Split(given, key), unfinished)
+            try:
+                made = call.result(Watch(self.deadline), what, lambda: self.health.check(self.who, what))
+            except Overdue as error:
+                raise CollectiveTimeoutError(
+                    f"{self.who}: {what}: every rank came, and MPI_Comm_split has not come back within "
+                    f"{error.elapsed:.1f} s (collective deadline {self.deadline:g} s); only a new job helps",
+                    operation=what,
+                    phase="collective",
+                    elapsed=error.elapsed,
+                ) from error
+        return None if color is None else made
+
     def _announce(self, cause: CommunicatorBrokenError) -> None:
         if self._control.broken is not None:
             return
@@ -305,6 +345,7 @@ class PeerPlane(Plane):
                 elapsed=error.elapsed,
             ) from error
         self._retire("moved on", {})
+        control.where = _whereabouts
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, reserve
         self.sequence = max(sequence for sequence, _ in numbers)

@@ -8,7 +8,7 @@ from typing import Any
 
 from butter_mpi import errors
 from butter_mpi.collectives import describe
-from butter_mpi.control import Control, Pause, Watch
+from butter_mpi.control import Control, Pause, Watch, listen_everywhere
 from butter_mpi.sentinel.judging import told_by
 
 __all__ = ["Waiting", "error_from", "farewells", "notice_of"]
@@ -17,6 +17,7 @@ _LOG = logging.getLogger("butter_mpi")
 _FIRST_WARNING = 5.0
 _GRACE = 0.5
 _PING_AT = 4.0
+_LISTEN_EVERY = 0.5
 
 
 def notice_of(error: errors.CommunicatorBrokenError) -> dict[str, Any]:
@@ -121,8 +122,9 @@ class Waiting:
         """Begin the wait anew: data has moved, so whoever is waited for is alive and at it."""
         self._watch = Watch(self._limit)
         self._broken: Watch | None = None
-        self._warn_at = _FIRST_WARNING
+        self._warn_at, self._ask_at, self._listen_at = _FIRST_WARNING, _PING_AT, _LISTEN_EVERY
         self._pinged = False
+        self._control.whereabouts.clear()
 
     def look(self, record: Mapping[str, Any], missing: Mapping[int, Mapping[str, Any]], moved: bool) -> None:
         """Raise what the messages say, warn, and pause if nothing `moved`.
@@ -161,6 +163,12 @@ class Waiting:
         if self._limit is not None and not missing and not self._pinged and self.elapsed >= _PING_AT:
             self._pinged = True
             self._control.ping()
+        if self.elapsed >= self._listen_at:
+            self._listen_at += _LISTEN_EVERY
+            listen_everywhere()
+        if missing and self.elapsed >= self._ask_at:
+            self._ask_at += _FIRST_WARNING
+            self._control.ask_where(missing)
         if self._limit is not None and self.elapsed >= self._warn_at:
             self._warn_at *= 2
             _LOG.warning("%s: has waited %.0f s for %s", self.text(record), self.elapsed, self._positions(absent))
@@ -191,4 +199,7 @@ class Waiting:
 
     def _last_seen(self, peer: int) -> str:
         record = self._control.seen.get(peer)
-        return f"last seen at {describe(record)}" if record else "not seen yet"
+        seen = f"last seen at {describe(record)}" if record else "not seen yet"
+        # It has not come here because it waits there, perhaps for this rank.
+        where = self._control.whereabouts.get(peer)
+        return f"{seen}; lately in {where}" if where else seen

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from butter_mpi.control import Pause, Watch
+from butter_mpi.descent import Descent
 from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Recorder
@@ -42,6 +44,7 @@ _STARVED = 30.0
 _LISTEN_SECONDS = 0.5
 _SPAWN_SECONDS = 10.0
 _SECRET_BYTES = 16
+_MADE = itertools.count()
 _OFF = "set watch='off' (BUTTER_MPI_WATCH=off) to run without one: lost ranks are then found at deadlines only"
 
 
@@ -197,8 +200,8 @@ class Sentinel:
         Every rank's, in rank order, as ``Offer.payload`` packs it.
     rank : int
         This rank.
-    who : str
-        This rank, for messages.
+    descent : Descent
+        The communicator's name and ranks, for messages.
     start_deadline : float
         Seconds that the start may take.
     frozen : bool
@@ -218,12 +221,16 @@ class Sentinel:
         offers: Sequence[Mapping[str, Any]],
         rank: int,
         *,
-        who: str,
+        descent: Descent,
         start_deadline: float,
         frozen: bool,
         file: str,
     ) -> None:
-        self._who, self._rank = who, rank
+        self._descent, self._rank = descent, rank
+        self._who = who = descent.who(rank, socket.gethostname())
+        # Equal on every rank, and of no other communicator.
+        self.key = _address(offers[0]["secret"]).strip("\0")
+        self._made = next(_MADE)
         # By epoch, which each reconnect ends: what is still under way of the old one must not break the new one.
         self._notices: dict[int, dict[str, Any]] = {}
         self._epoch = 0
@@ -249,7 +256,7 @@ class Sentinel:
         leader = leaders[offers[rank]["node"]]
         try:
             if leader == rank:
-                self._start(offer, here, len(offers), start_deadline, frozen, file)
+                self._start(offer, here, start_deadline, frozen, file)
             self._join(offers[leader]["secret"], offer.recorder)
         except OSError as error:
             offer.close()
@@ -279,14 +286,15 @@ class Sentinel:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def _start(self, offer: Offer, ranks: Mapping[int, int], size: int, start: float, frozen: bool, file: str) -> None:
+    def _start(self, offer: Offer, ranks: Mapping[int, int], start: float, frozen: bool, file: str) -> None:
         """Start the watcher; it takes over the listening socket, and detaches itself."""
         listener = offer.socket.fileno()
         config = {
             "listener": listener,
             "secret": offer.secret,
             "ranks": dict(ranks),
-            "size": size,
+            "who": {number: self._descent.who(number, socket.gethostname()) for number in ranks},
+            "name": self._descent.name,
             "host": socket.gethostname(),
             "start": start,
             "frozen": frozen,
@@ -308,9 +316,23 @@ class Sentinel:
     def _join(self, secret: str, recorder: Recorder) -> None:
         self._socket = local_socket()
         self._socket.connect(_address(secret))
-        hello = messages.pack("hello", rank=self._rank, secret=secret)
-        fds = array.array("i", [recorder.fd])
-        self._socket.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        with contextlib.ExitStack() as ends:
+            older = {one: fd for one in list(_OPEN) if (fd := one._show(ends)) is not None}
+            shown = sorted(older, key=lambda one: one._made)[-messages.MOST_OLDER :]
+            named = [[one.key, one._descent.name] for one in shown]
+            hello = messages.pack("hello", rank=self._rank, secret=secret, older=named)
+            fds = array.array("i", [recorder.fd, *(older[one] for one in shown)])
+            self._socket.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+
+    def _show(self, ends: contextlib.ExitStack) -> int | None:
+        """Return a descriptor, closed by `ends`, of what this rank submits here; ``None`` once it is closed."""
+        with self._lock:
+            if self._closed or self._left:
+                return None
+            with beyond_standard():
+                fd = os.dup(self.recorder.fd)
+        ends.callback(os.close, fd)
+        return fd
 
     def wait_until_ready(self, watch: Watch) -> None:
         """Wait until the watcher has met every rank of this node.
@@ -447,16 +469,42 @@ class Sentinel:
     def _take(self, notice: dict[str, Any], epoch: int) -> None:
         # With the lock: a reconnect that begins the next epoch meanwhile must not be broken by what is of this one.
         with self._lock:
-            first = self._notices.setdefault(epoch, notice) is notice
-            if first and epoch == self._epoch and self._on_notice is not None:
+            if self._notices.setdefault(epoch, notice) is not notice:
+                return
+            self.mark_broken()
+        # First: whoever raises the one finds the other broken too.
+        for one in list(_OPEN):
+            if one.key == notice.get("other"):
+                one._break_with(notice)
+        with self._lock:
+            if epoch == self._epoch and self._on_notice is not None:
                 self._on_notice(notice)
+
+    def _break_with(self, notice: Mapping[str, Any]) -> None:
+        """Take what broke a newer communicator together with this one, whose ranks and numbers are others.
+
+        That was seen before this one ever broke: whoever has reconnected it meanwhile knows.
+        """
+        own = {**notice, "records": {}, "n": None, "operation": "", "other": ""}
+        self._take(own, 0)
+        self._tell(own, 0)
+
+    def mark_broken(self) -> None:
+        """Tell the watchers of newer communicators that this one broke or was closed, unless its recorder is gone."""
+        with self._lock:
+            if not self._left:
+                self.recorder.mark_broken()
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
     def tell(self, notice: Mapping[str, Any]) -> None:
         """Tell every other rank what broke here."""
+        self._tell(notice, self._epoch)
+
+    def _tell(self, notice: Mapping[str, Any], epoch: int) -> None:
         if not self._left:
-            messages.send(self._socket, "broken", notice=dict(notice), epoch=self._epoch)
+            self.mark_broken()
+            messages.send(self._socket, "broken", notice=dict(notice), epoch=epoch)
 
     def tell_of(self, text: str, *, lost: bool = True) -> None:
         """Tell every other rank that this one failed in the start, where no communicator says so.
@@ -476,6 +524,7 @@ class Sentinel:
         """Say that nothing more is submitted; where another watcher sees to the end of this process, that is all."""
         if not self._closed:
             self._closed = True
+            self.mark_broken()
             self._reap()
             messages.send(self._socket, "closed")
             if self not in _LAST:
@@ -502,7 +551,8 @@ class Sentinel:
             said, self._said = self._said, None
             if said is not None:
                 os.close(said)
-            self.recorder.close()
+            with self._lock:
+                self.recorder.close()
 
     def forget(self) -> None:
         """Let go, in a forked child: it is no rank."""

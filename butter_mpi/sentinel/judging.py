@@ -30,7 +30,8 @@ FIRST_WARNING = 5.0
 class Verdict:
     """What is wrong, for every living rank.
 
-    ``error`` is the class that ranks raise, ``lost`` the ranks that are to blame.
+    ``error`` is the class that ranks raise, ``lost`` the ranks that are to blame, ``other`` the key of the communicator
+    that breaks with this one, where one does.
     """
 
     error: str
@@ -41,6 +42,7 @@ class Verdict:
     records: Mapping[int, str] = field(default_factory=dict)
     elapsed: float = 0.0
     phase: str = ""
+    other: str = ""
 
     @classmethod
     def of(cls, notice: Mapping[str, Any]) -> Verdict:
@@ -77,6 +79,7 @@ class Verdict:
             "elapsed": self.elapsed,
             "records": {str(rank): text for rank, text in self.records.items()},
             "here": True,
+            "other": self.other,
         }
 
 

@@ -11,15 +11,17 @@ import json
 import socket
 from typing import Any
 
-__all__ = ["FIELDS", "LIMIT", "Garbled", "pack", "receive", "send", "unpack"]
+__all__ = ["FIELDS", "LIMIT", "MOST_OLDER", "Garbled", "pack", "receive", "send", "unpack"]
 
 LIMIT = 1 << 16
+MOST_OLDER = 64
+"""As many older communicators of its process a rank shows to the watcher of a new one: the newest of them."""
 _SHORTEST_TEXT = 1000
 _MOST_LOST = 100
 
 FIELDS: dict[str, dict[str, type]] = {
     # from a rank
-    "hello": {"rank": int, "secret": str},
+    "hello": {"rank": int, "secret": str, "older": list},
     "judge": {},
     "closed": {},
     "leaving": {},

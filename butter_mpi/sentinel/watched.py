@@ -46,6 +46,8 @@ class Rank:
         self.ancestors: list[Process] = []
         self.sock: socket.socket | None = None
         self.reader: Reader | None = None
+        # Of the older communicators of its process, by their keys: their names, and what it submits there.
+        self.older: dict[str, tuple[str, Reader]] = {}
         # ``judged``: what it submits is compared. ``closed``: it submits no more. ``leaving``: it is in MPI_Finalize.
         # ``left``: it has said goodbye. ``gone``: its process has ended. ``freed``: the watcher has ended it.
         self.judged = self.closed = self.leaving = self.left = self.gone = self.freed = False
@@ -130,9 +132,9 @@ class Rank:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self.process.pidfd, number)
 
-    def join(self, sock: socket.socket, reader: Reader) -> None:
+    def join(self, sock: socket.socket, reader: Reader, older: dict[str, tuple[str, Reader]]) -> None:
         """Let it in."""
-        self.sock, self.reader = sock, reader
+        self.sock, self.reader, self.older = sock, reader, older
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send it a message, if it has come; one for which it has no room now is sent later."""

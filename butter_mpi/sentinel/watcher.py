@@ -39,6 +39,8 @@ from butter_mpi.sentinel.judging import (
     mismatch,
     told_by,
 )
+from butter_mpi.sentinel.messages import MOST_OLDER
+from butter_mpi.sentinel.ordering import Orders
 from butter_mpi.sentinel.watched import Rank
 
 __all__ = ["Watcher", "main"]
@@ -70,8 +72,8 @@ class Watcher:
     ----------
     config : dict
         ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node, each with its process),
-        ``size`` (of the job), ``host``, ``start`` (seconds in which ranks must come), ``frozen`` (whether stopped ranks
-        are judged) and ``file`` (for verdicts; empty: none).
+        ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``host``, ``start`` (seconds in
+        which ranks must come), ``frozen`` (whether stopped ranks are judged) and ``file`` (for verdicts; empty: none).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -87,6 +89,7 @@ class Watcher:
         self._start_left = float(config["start"])
         self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
         self._late, self._pairs = Late(), Pairs(self._ranks)
+        self._orders, self._crossed = Orders(config["name"]), False
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
@@ -139,12 +142,12 @@ class Watcher:
         self._forget(sock.fileno())
         fds: list[int] = []
         try:
-            data, ancillary, _, _ = sock.recvmsg(messages.LIMIT, socket.CMSG_SPACE(4 * 4))
+            data, ancillary, _, _ = sock.recvmsg(messages.LIMIT, socket.CMSG_SPACE(4 * (1 + MOST_OLDER)))
             for level, kind, raw in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds += array.array("i", raw[: len(raw) // 4 * 4])
             rank = self._introduced(sock, messages.unpack(data), fds)
-        except (OSError, ValueError):
+        except (OSError, TypeError, ValueError):
             sock.close()
             return
         finally:
@@ -160,12 +163,14 @@ class Watcher:
                 rank.tell("gone", rank=other.number, text=other.death.text)
 
     def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
-        if message["kind"] != "hello" or message["secret"] != self._config["secret"] or len(fds) != 1:
+        if message["kind"] != "hello" or message["secret"] != self._config["secret"] or not fds:
             raise ValueError("a stranger")
         rank = self._ranks.get(message["rank"])
         if rank is None or rank.joined or _peer(sock)[0] != rank.pid:
             raise ValueError("no rank of this node, or one that is here already")
-        rank.join(sock, Reader(fds[0]))
+        own, *older = [Reader(fd) for fd in fds]
+        named = zip(message["older"], older, strict=True)
+        rank.join(sock, own, {str(key): (str(name), reader) for (key, name), reader in named})
         return rank
 
     @property
@@ -255,7 +260,7 @@ class Watcher:
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
     def _who(self, rank: Rank) -> str:
-        return f"rank {rank.number}/{self._config['size']} on {self._config['host']} (process {rank.pid})"
+        return f"{self._config['who'][str(rank.number)]} (process {rank.pid})"
 
     def _blame(self, rank: Rank, how: str) -> Verdict:
         newest = [] if rank.reader is None else rank.reader.newest(1)
@@ -307,6 +312,7 @@ class Watcher:
         line = {
             "time": time.time(),
             "host": self._config["host"],
+            "communicator": self._config["name"],
             "verdict": verdict.notice(),
             "submitted": {str(number): rank.newest(_SHOWN) for number, rank in self._ranks.items()},
         }
@@ -337,6 +343,7 @@ class Watcher:
         together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
         if self._epoch not in self._notices and together and awake and self._complete:
             self._judge_submissions(passed)
+            self._judge_orders()
         self._free_waiting(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
@@ -393,6 +400,20 @@ class Watcher:
             for waiting in [*self._late.look(readers, passed), *self._pairs.look(passed)]:
                 self._judge_late(waiting)
 
+    def _judge_orders(self) -> None:
+        """Judge ranks that use this communicator and an older one in different orders; seen twice, as above."""
+        readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
+        older: dict[str, dict[int, Reader]] = {}
+        names: dict[str, str] = {}
+        for number, rank in self._ranks.items():
+            for key, (name, reader) in rank.older.items():
+                older.setdefault(key, {})[number], names[key] = reader, name
+        found = self._orders.look(readers, older, names)
+        if found is not None and self._crossed and self._epoch not in self._notices:
+            self._judge(found)
+        self._crossed = found is not None
+        self._due = min(self._due, time.monotonic() + _SOON) if self._crossed else self._due
+
     def _suspected(self, found: dict[int, Entry]) -> None:
         """Judge what was seen twice: nobody is accused on one reading."""
         if self._suspect is not None:
@@ -435,6 +456,7 @@ class Watcher:
             return
         if epoch > self._epoch:
             self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
+            self._orders = Orders(self._config["name"])
         rank.reader.floor, rank.reader.pairs_floor, rank.epoch = sequence, pairs, epoch
         for other in self._ranks.values():
             if other.death is not None:

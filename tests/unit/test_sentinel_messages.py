@@ -17,7 +17,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 NOTICE = {"error": "PeerLostError", "lost": [1], "text": "gone", "n": 4, "operation": "barrier", "records": {"1": "a"}}
 MESSAGES: list[dict[str, Any]] = [
-    {"kind": "hello", "rank": 3, "secret": "ab"},
+    {"kind": "hello", "rank": 3, "secret": "ab", "older": [["key", "init"]]},
     {"kind": "judge"},
     {"kind": "closed"},
     {"kind": "leaving"},

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from butter_mpi.control import Watch
+from butter_mpi.descent import Descent
 from butter_mpi.errors import StartError
 from butter_mpi.sentinel.client import Offer, Sentinel
 from butter_mpi.sentinel.needs import STARTED_BY, needs
@@ -23,7 +24,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 def start() -> None:
     """Start a rank alone with its watcher, and leave again."""
     offer = Offer("on", 10)
-    one = Sentinel(offer, [json.loads(offer.payload())], 0, who="rank 0/1", start_deadline=20, frozen=True, file="")
+    alone = Descent.of_init("init", 1)
+    said = [json.loads(offer.payload())]
+    one = Sentinel(offer, said, 0, descent=alone, start_deadline=20, frozen=True, file="")
     try:
         one.wait_until_ready(Watch(20))
     finally:
