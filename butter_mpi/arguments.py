@@ -256,7 +256,12 @@ class Arguments:
         peer: int | None = None,
     ) -> Checked:
         one = recv if send is None else send
-        buffers = () if one is None else (one,) if recv is one or recv is None else (one, recv)
+        buffers: tuple[ArrayView, ...] = ()
+        owners: Owners = ()
+        if one is not None:
+            buffers, owners = (one,), (one.owner,)
+            if recv is not None and recv is not one:
+                buffers, owners = (one, recv), (one.owner, recv.owner)
         dtype = DType.UINT8 if one is None else one.dtype
         if op is not None and not (dtype.native and isinstance(op, ReduceOp)):
             self._check_op(what, op, dtype)
@@ -264,7 +269,7 @@ class Arguments:
         source, target = 0 if send is None else send.pointer, 0 if recv is None else recv.pointer
         site = call_site(_CALLER)
         facts = kind, count, dtype, source, target, op, root, peer, site, ordered, False, False, False, named
-        return (self._plane.operation(facts),), tuple([buffer.owner for buffer in buffers])
+        return (self._plane.operation(facts),), owners
 
     def _uneven(
         self,
@@ -345,6 +350,7 @@ class Arguments:
             if stream is not None:
                 raise ValueError(f"{what}: the {self._plane.NAME} plane has no streams; stream must be None")
             return self._plane.stream, ()
+        known: Sequence[int | None]
         if stream is None and buffers:
             known = [current_stream(buffer) for buffer in buffers]
             stream = known[0]
@@ -355,7 +361,7 @@ class Arguments:
                     f"{source} does not tell which one is current"
                 )
         else:
-            known = [buffer.stream for buffer in buffers]
+            known = (buffers[0].stream,) if len(buffers) == 1 else [buffer.stream for buffer in buffers]
         try:
             ordered = self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))
         except TypeError as error:

@@ -114,8 +114,12 @@ def _features(comm: Communicator, array: Array, stream: int, recorder: Recorder)
     def mark() -> None:
         # The pair is made to be executed.
         outer = plane._flight
+        if outer is not None:
+            plane._suspended.append(outer)
         plane._flight = numbered
         plane._flight = outer
+        if outer is not None:
+            plane._suspended.pop()
 
     def turn() -> None:
         LANE.take(plane.who, kind, plane.deadline)

@@ -226,8 +226,8 @@ class NcclLife(OnDevice, PeerPlane):
 
     def _in_plain_flight(self) -> bool:
         """Whether a thread may be inside NCCL without another mark: these are soon over, and wait for nobody."""
-        flight = self._flight
-        return isinstance(flight, tuple) and flight[0].plain
+        flights = [self._flight, *self._suspended]
+        return any(isinstance(flight, tuple) and flight[0].plain for flight in flights)
 
     def _handle(self, what: str) -> int:
         """Return the communicator's handle, to a thread that is marked as inside; another may have taken it away."""

@@ -32,12 +32,15 @@ class OnDevice(Plane):
 
     def check_stream(self, stream: int) -> int:
         """Return a stream of this device's primary context, not captured."""
-        checked: int = self._ask(self.device.check_stream, stream)
+        device = self._device
+        assert device is not None
+        checked: int = self._ask(device.check_stream, stream)
         return checked
 
     def check_pointer(self, pointer: int, what: object) -> None:
         """Refuse memory of the host, or of another device."""
-        device = self.device
+        device = self._device
+        assert device is not None
         if not pointer:
             return
         owner = self._ask(device.owner, pointer, what)

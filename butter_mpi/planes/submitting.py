@@ -66,6 +66,7 @@ class Submitting(ABC):
         "_pairs",
         "_pairs_from",
         "_rank",
+        "_suspended",
         "_transport_errors",
         "_world_size",
         "_write",
@@ -93,6 +94,8 @@ class Submitting(ABC):
         self._last: Numbered | None = None
         # An operation with its number, or the record of what moves no data.
         self._flight: Numbered | dict[str, Any] | None = None
+        # What a signal handler has interrupted, while it does something of its own.
+        self._suspended: list[Numbered | dict[str, Any]] = []
         self._ended: Callable[[], bool] = bool
         """Tells whether what the plane stands on is gone."""
         self._write: Callable[[Operation, int], None] | None = None
@@ -139,6 +142,8 @@ class Submitting(ABC):
         before, write, outer = self.health.cause, self._write, self._flight
         numbered: list[Numbered] = []
         named = False
+        if outer is not None:
+            self._suspended.append(outer)
         try:
             for operation in operations:
                 peer = operation.peer
@@ -166,13 +171,17 @@ class Submitting(ABC):
             self._break(numbered[0] if numbered else (operations[0], self.sequence), before, error)
             raise
         finally:
-            # A signal handler may submit inside of what it interrupted.
             self._flight = outer
+            if outer is not None:
+                self._suspended.pop()
 
     @contextmanager
     def _poisoning(self, flight: Numbered | dict[str, Any]) -> Iterator[None]:
         """Mark what is in flight, and poison this communicator with whatever ends the body."""
-        outer, self._flight, before = self._flight, flight, self.health.cause
+        outer, before = self._flight, self.health.cause
+        if outer is not None:
+            self._suspended.append(outer)
+        self._flight = flight
         try:
             yield
         except BaseException as error:
@@ -180,6 +189,8 @@ class Submitting(ABC):
             raise
         finally:
             self._flight = outer
+            if outer is not None:
+                self._suspended.pop()
 
     def _break(
         self, flight: Numbered | dict[str, Any], before: CommunicatorBrokenError | None, error: BaseException

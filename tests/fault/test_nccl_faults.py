@@ -404,9 +404,14 @@ MPI.COMM_WORLD.Barrier()
     assert result.rank_out == ["done\n"] * 2 and result.seconds < 15, result.text
 
 
-def test_abort_comes_after_the_call_that_is_under_way() -> None:
-    """A verdict while a thread is inside NCCL takes the communicator away; it is aborted when the call has returned."""
-    program = """
+@pytest.mark.parametrize("handler", ["contextlib.nullcontext()", "plane._poisoning(plane._in_flight())"])
+def test_abort_comes_after_the_call_that_is_under_way(handler: str) -> None:
+    """A verdict while a thread is inside NCCL takes the communicator away; it is aborted when the call has returned.
+
+    So it is when a signal handler of that thread has something of its own in flight.
+    """
+    program = f"""
+import contextlib
 x = memory.put(np.ones(1000, np.float32))
 def add():
     plane.all_reduce(x, 4000, dtype=DType.FLOAT32)
@@ -420,10 +425,11 @@ def otherwise():
     return found
 plane._inside._otherwise = otherwise
 def call():
-    plane._stop_from_outside()
-    for _ in range(3):
-        assert looked.acquire(timeout=10)
-    say(f"aborted under the call: {plane._stopping[-1].done}")
+    with {handler}:
+        plane._stop_from_outside()
+        for _ in range(3):
+            assert looked.acquire(timeout=10)
+        say("aborted under the call: " + str(plane._stopping[-1].done))
     return real()
 operation.call = handle, call, name
 add()

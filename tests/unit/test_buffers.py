@@ -93,6 +93,18 @@ def test_types_by_the_protocol_alone(name: str) -> None:
     assert (seen.pointer, seen.count, seen.dtype.label) == (4096, 4, name)
 
 
+def test_one_code_of_several_types() -> None:
+    """What was found out of one array is not taken for another one's that only looks the same in the protocol."""
+    code = np.dtype(ml_dtypes.bfloat16).str
+    for _ in range(2):
+        for shown in (np.dtype(ml_dtypes.bfloat16), SimpleNamespace(name="bfloat16")):  # the second can be no key
+            array: Any = _Shown(typestr=code)
+            array.dtype = shown
+            assert device_view(array, "x", writable=True).dtype is DType.BFLOAT16
+        with pytest.raises(ValueError, match="dtype must be one of"):
+            device_view(_Shown(typestr=code), "x", writable=True)
+
+
 @pytest.mark.parametrize(
     ("interface", "error", "text"),
     [
