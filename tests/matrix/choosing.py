@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from matrix.table import FAULTS, HOST, IN_FLIGHT, NCCL, ON_GPU, PHASES, Cell, every_cell, fits
 
 Pair = tuple[tuple[int, str], tuple[int, str]]
-CI_SECONDS = 170.0
+CI_SECONDS = 155.0
 """What the cells of a --ci run may take by their estimates; false alarms and the environments come on top."""
-AT_A_TIME = 3
+AT_A_TIME = 4
 """How many slow cells run beside one another: each waits most of its time."""
 
 # Where survivors live on, and where they wait longest: MPICH starts quickest.
