@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,8 +167,8 @@ FROZEN = [("mpich", 3), ("openmpi", 3), ("mpich", 8_000_000)]
 
 
 @pytest.fixture(scope="module")
-def frozen() -> Iterator[list[Job]]:
-    """Jobs with a stopped rank, which wait out the shortest collective deadline together."""
+def frozen(suspended: tuple[Job, float]) -> Iterator[list[Job]]:
+    """Jobs with a stopped rank, which wait out the shortest collective deadline together, beside the patient ones."""
     program = """
 comm = start(); comm.all_reduce(np.zeros({count})); say("up")
 for turn in range(10**9):
@@ -226,14 +227,20 @@ def patient() -> Iterator[dict[str, Job]]:
         yield {name: stack.enter_context(start_job(2, program, timeout=60)) for name, program in programs.items()}
 
 
-def test_suspended_job_is_no_fault(patient: dict[str, Job]) -> None:
-    """Time in which this rank itself was stopped does not count: a job suspended whole goes on."""
+@pytest.fixture(scope="module")
+def suspended(patient: dict[str, Job]) -> tuple[Job, float]:
+    """The one of them whose ranks are stopped, and since when."""
     job = patient["suspended"]
     for rank in range(2):
         job.wait_for("up", rank)
-    for rank in range(2):
-        job.signal(rank, signal.SIGSTOP)
-    signal.sigtimedwait([], 11)
+    return job, [job.signal(rank, signal.SIGSTOP) for rank in range(2)][-1]
+
+
+def test_suspended_job_is_no_fault(suspended: tuple[Job, float]) -> None:
+    """Time in which this rank itself was stopped does not count: a job suspended whole goes on."""
+    job, at = suspended
+    # The time for which it is stopped is what is tested.
+    signal.sigtimedwait([], max(0.0, at + 11 - time.monotonic()))
     for rank in range(2):
         job.signal(rank, signal.SIGCONT)
     job.signal(1, signal.SIGUSR1)
@@ -276,11 +283,18 @@ comm.close(); say("done")
     assert "has waited" not in result.rank_err[0] + result.rank_err[1], result.text
 
 
-@every_launcher
-def test_rank_that_never_starts(mpi: str) -> None:
-    """A rank that never comes to init: the others leave at the start deadline, naming the step; the job ends."""
+@pytest.fixture(scope="module")
+def never_started() -> Iterator[dict[str, Job]]:
+    """Jobs with a rank that never comes to init, one under each launcher: they wait for their deadlines together."""
     program = f"if RANK == 1:\n    {FOR_EVER}start(start_deadline=2)"
-    result = run_job(2, HEAD + program, mpi=mpi, timeout=20)
+    with contextlib.ExitStack() as stack:
+        yield {mpi: stack.enter_context(start_job(2, HEAD + program, mpi=mpi, timeout=20)) for mpi in MPIS}
+
+
+@every_launcher
+def test_rank_that_never_starts(never_started: dict[str, Job], mpi: str) -> None:
+    """A rank that never comes to init: the others leave at the start deadline, naming the step; the job ends."""
+    result = never_started[mpi].wait()
     assert result.rc != 0 and result.seconds < 8, result.text
     assert "StartTimeoutError" in result.rank_err[0], result.text
     assert "'duplicating the communicator' within 2.0 s (start deadline 2 s)" in result.rank_err[0], result.text
@@ -453,23 +467,24 @@ comm.barrier(); comm.close(); say("done")
 
 
 @every_launcher
-@pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "raise ValueError('child')", "MPI.Finalize()"])
-def test_forked_child_never_comes_to_finalize(mpi: str, end: str) -> None:
+def test_forked_child_never_comes_to_finalize(mpi: str) -> None:
     """A forked child that does not end by os._exit is ended with a failure and the reason; its parent goes on."""
-    program = f"""
+    program = """
 comm = start(); comm.barrier()
-child = os.fork()
-if child == 0:
-    print("buffered")
-    {end}
-    sys.exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-comm.barrier(); comm.close(); say("done")
+for end in ("pass", "sys.exit(0)", "raise ValueError('child')", "MPI.Finalize()"):
+    child = os.fork()
+    if child == 0:
+        print("buffered before", end)
+        exec(end)
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, end
+    comm.barrier()
+comm.close(); say("done")
 """
     result = run_job(2, HEAD + program, mpi=mpi, timeout=20)
     assert result.rc == 0, result.text
     for out, err in zip(result.rank_out, result.rank_err, strict=True):
-        assert "buffered" in out and "done" in out and "os._exit(status)" in err, result.text
+        assert out.count("buffered before") == 4 and "done" in out and err.count("os._exit(status)") == 4, result.text
 
 
 def test_import_makes_no_context_in_the_parent() -> None:
@@ -738,28 +753,38 @@ except butter_mpi.CollectiveMismatchError:
     assert result.rc != 0 and "that nobody closed" in result.text and "all_reduce #1" in result.text, result.text
 
 
-@pytest.mark.parametrize(
-    ("patch", "phase"),
-    [
-        ("preflight.digest = wait", "comparing preflight digests"),
-        ("preflight.complete = wait", "comparing preflight records"),
-        ("preflight.judge = wait", "duplicating the communicator"),
-    ],
-)
-def test_every_exchange_of_the_start_is_bounded(patch: str, phase: str) -> None:
-    """A rank that stops at any step of the start leaves nobody waiting: the others name the step at the deadline."""
-    program = f"""
+EXCHANGES = {
+    "comparing preflight digests": "preflight.digest = wait",
+    "comparing preflight records": "preflight.complete = wait",
+    "duplicating the communicator": "preflight.judge = wait",
+}
+
+
+@pytest.fixture(scope="module")
+def cut_short() -> Iterator[dict[str, Job]]:
+    """Jobs with a rank that stops in the start: they wait for their deadlines together."""
+    program = """
 from butter_mpi import bootstrap, preflight
 def wait(*_):
     threading.Event().wait()
 if RANK == 1:
     os.environ["NCCL_DEBUG"] = "WARN"
-    {patch}
-start(start_deadline=2)
+    PATCH
+start(start_deadline=3)
 """
-    result = run_job(2, HEAD + program, timeout=20)
-    assert result.rc != 0 and result.seconds < 8, result.text
-    assert "StartTimeoutError" in result.rank_err[0] and f"'{phase}' within 2.0 s" in result.rank_err[0], result.text
+    with contextlib.ExitStack() as stack:
+        yield {
+            phase: stack.enter_context(start_job(2, HEAD + program.replace("PATCH", patch), timeout=20))
+            for phase, patch in EXCHANGES.items()
+        }
+
+
+@pytest.mark.parametrize("phase", EXCHANGES)
+def test_every_exchange_of_the_start_is_bounded(cut_short: dict[str, Job], phase: str) -> None:
+    """A rank that stops at any step of the start leaves nobody waiting: the others name the step at the deadline."""
+    result = cut_short[phase].wait()
+    assert result.rc != 0 and result.seconds < 9, result.text
+    assert "StartTimeoutError" in result.rank_err[0] and f"'{phase}' within 3.0 s" in result.rank_err[0], result.text
 
 
 def test_thread_level_of_one_rank() -> None:

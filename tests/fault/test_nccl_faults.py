@@ -147,14 +147,23 @@ os._exit(0)
 """
 
 
+LONG_WORK = """
+gpu = Gpu(plane.device.ordinal)
+gpu.launch("delay_us", plane.stream, 6_000_000)
+plane.all_reduce(memory.blank(16), 16, dtype=DType.FLOAT32)
+comm.close()
+"""
+
+
 @pytest.fixture(scope="module")
 def unanswered() -> Iterator[dict[str, Job]]:
-    """Jobs that wait for ten seconds for what does not come; they do so together."""
+    """Jobs that wait for seconds for what comes late or not at all; they do so together."""
     hang = "0@ncclBroadcast#1=hang,1@ncclBroadcast#1=hang"
     programs = {
         "left out": (LEFT_OUT, env()),
         "never closed": (NEVER_CLOSED, env(BUTTER_MPI_WATCH="off")),
         "no return": (NO_RETURN, env(hang)),
+        "long work": (LONG_WORK, env()),
     }
     with contextlib.ExitStack() as stack:
         yield {
@@ -187,15 +196,9 @@ def test_broadcast_that_does_not_come_back_from_nccl(unanswered: dict[str, Job])
     assert all("no answer within" in out and "Stop all ranks" in out for out in result.rank_out), result.text
 
 
-def test_long_work_is_waited_for_at_the_end() -> None:
+def test_long_work_is_waited_for_at_the_end(unanswered: dict[str, Job]) -> None:
     """Work that takes longer than closing waits is no failure: the process ends after it, with status 0."""
-    program = """
-gpu = Gpu(plane.device.ordinal)
-gpu.launch("delay_us", plane.stream, 6_000_000)
-plane.all_reduce(memory.blank(16), 16, dtype=DType.FLOAT32)
-comm.close()
-"""
-    result = run_job(2, HEAD + program, env=env(), timeout=60)
+    result = unanswered["long work"].wait()
     assert result.rc == 0 and result.seconds > 6, result.text
 
 
@@ -507,17 +510,17 @@ comm.close()
     assert all("send #1" in out for out in result.rank_out) and result.seconds < 15, result.text
 
 
-@pytest.mark.parametrize(
-    ("fault", "call", "what"),
-    [
-        ("ncclAllReduce#3", "plane.all_reduce(p, 4096)", "all_reduce #2 (bfloat16 x 2048, sum)"),
-        ("ncclAllGather#1", "plane.all_gather(p, p + 2048, 1024)", "all_gather #2 (uint8 x 1024)"),
-        ("ncclReduceScatter#1", "group()", "barrier #2 (uint8 x 0)"),
-    ],
-)
-def test_connecting_late(fault: str, call: str, what: str) -> None:
-    """Where the user lets NCCL connect late, an operation that stands still in that is given up at the deadline."""
-    program = f"""
+CONNECTING_LATE = {
+    "ncclAllReduce#3": ("plane.all_reduce(p, 4096)", "all_reduce #2 (bfloat16 x 2048, sum)"),
+    "ncclAllGather#1": ("plane.all_gather(p, p + 2048, 1024)", "all_gather #2 (uint8 x 1024)"),
+    "ncclReduceScatter#1": ("group()", "barrier #2 (uint8 x 0)"),
+}
+
+
+@pytest.fixture(scope="module")
+def connecting_late() -> Iterator[dict[str, Job]]:
+    """Jobs with a rank that stands still in connecting: they wait for their deadlines together."""
+    program = """
 p = memory.blank(8192)
 def group():
     with comm.group():
@@ -534,7 +537,19 @@ else:
     broken(lambda: comm.wait_for_async_error(20))
 comm.close()
 """
-    result = run_job(2, HEAD + program, env=env(f"1@{fault}=hang", NCCL_RUNTIME_CONNECT="1"), timeout=30)
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for fault, (call, _) in CONNECTING_LATE.items():
+            variables = env(f"1@{fault}=hang", NCCL_RUNTIME_CONNECT="1")
+            job = start_job(2, HEAD + program.replace("{call}", call), env=variables, timeout=30)
+            jobs[fault] = stack.enter_context(job)
+        yield jobs
+
+
+@pytest.mark.parametrize("fault", CONNECTING_LATE)
+def test_connecting_late(connecting_late: dict[str, Job], fault: str) -> None:
+    """Where the user lets NCCL connect late, an operation that stands still in that is given up at the deadline."""
+    result, what = connecting_late[fault].wait(), CONNECTING_LATE[fault][1]
     assert result.seconds < 15, result.text
     assert all(out.startswith("CollectiveTimeoutError") for out in result.rank_out), result.text
     assert all(f"{what} at " in out and "no answer within 1" in out for out in result.rank_out), result.text
@@ -647,7 +662,7 @@ comm.close()
 
 @pytest.mark.parametrize("ending", ["close", "abort", "a failed operation", "a failed start"])
 def test_endings_leave_nothing(ending: str) -> None:
-    """Twenty communicators one after another leave files, threads, shared memory and device memory as they were."""
+    """Twelve communicators one after another leave files, threads, shared memory and device memory as they were."""
     once = {
         "close": "c = start(); c.barrier(); c.close()",
         "abort": "c = start(); c.barrier(); MPI.COMM_WORLD.Barrier(); c.abort('so')",
@@ -669,7 +684,7 @@ except butter_mpi.StartError:
 p = memory.blank(64)
 def once():
     {once.strip().replace(chr(10), chr(10) + "    ")}
-for turn in range(20):
+for turn in range(12):
     once()
     MPI.COMM_WORLD.Barrier()
     if turn == 4: before = settled()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.mpirun import run_job
+from helpers.mpirun import Job, run_job, start_job
 from helpers.standin import build
 
 POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
@@ -121,11 +123,21 @@ STUCK = {
 }
 
 
+@pytest.fixture(scope="module")
+def stuck() -> Iterator[dict[str, Job]]:
+    """Jobs with a rank that is stuck in the start: they wait for their deadlines together."""
+    with contextlib.ExitStack() as stack:
+        program = HEAD + "start(start_deadline=5)"
+        yield {
+            scene: stack.enter_context(start_job(2, program, env=env(faults), timeout=40))
+            for scene, (faults, _) in STUCK.items()
+        }
+
+
 @pytest.mark.parametrize("scene", STUCK)
-def test_deadline_names_the_step(scene: str) -> None:
+def test_deadline_names_the_step(stuck: dict[str, Job], scene: str) -> None:
     """A rank that is stuck in a step of the start is waited for until the deadline; nothing hangs at exit."""
-    faults, step = STUCK[scene]
-    result = run_job(2, HEAD + "start(start_deadline=3)", env=env(faults), timeout=40)
+    result, step = stuck[scene].wait(), STUCK[scene][1]
     assert result.rc != 0 and result.seconds < 15, result.text
     text = "".join(result.rank_err)
     assert "StartTimeoutError" in text and f"'{step}'" in text, result.text

@@ -10,7 +10,7 @@ import select
 import signal
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,28 +166,50 @@ def test_lost_rank_is_said_where_the_launcher_ends_all_at_once(what: str, tmp_pa
     assert SITE.search(lines[0]) or what == "exception", result.text
 
 
-def test_stopped_ranks() -> None:
-    """Stopped for 3 s, stopped all at once, in C code with the interpreter lock: no fault; stopped for 4 s: named."""
+@pytest.fixture(scope="module")
+def disturbed() -> Iterator[dict[str, Job]]:
+    """Jobs after what is no fault, which lasts for seconds: side by side, as all of them only wait meanwhile."""
     hold = "signal.signal(signal.SIGUSR1, lambda *_: (say('holds'), ctypes.PyDLL(None).sleep(8), say('held')))\n"
-    with start_job(3, HEAD + hold + LOOP, timeout=80) as job:
-        go_on(job, range(3))
-        job.signal(1, signal.SIGSTOP)
-        time.sleep(3)  # as long as no fault may be seen in it
-        job.signal(1, signal.SIGCONT)
-        go_on(job, range(3))
-        for rank in range(3):
-            job.signal(rank, signal.SIGSTOP)
-        time.sleep(6)
-        for rank in range(3):
-            job.signal(rank, signal.SIGCONT)
-        go_on(job, range(3))
-        job.signal(2, signal.SIGUSR1)
-        job.wait_for("held", 2)
-        go_on(job, range(3))
-        assert all("raised" not in job.read(rank, "out") for rank in range(3))
-        at = job.signal(1, signal.SIGSTOP)
-        told = {rank: raised(job, rank) for rank in (0, 2)}
-        result = job.wait()
+    # Nobody leaves before all have said what they saw.
+    debugged: dict[str, Any] = {"program": LOOP + "MPI.COMM_WORLD.Barrier()\n", "env": {"BUTTER_MPI_WATCH": "debugger"}}
+    setups = {"stopped": {}, "suspended": {}, "lock held": {"program": hold + LOOP}, "debugger": debugged}
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for name, setup in setups.items():
+            program = HEAD + setup.get("program", LOOP)
+            jobs[name] = stack.enter_context(start_job(3, program, env=setup.get("env"), timeout=80))
+            go_on(jobs[name], range(3))
+        halted = {"stopped": (3, [1]), "suspended": (6, range(3)), "debugger": (6, [1])}
+        jobs["lock held"].signal(2, signal.SIGUSR1)
+        began = time.monotonic()
+        for name, (_, ranks) in halted.items():
+            for rank in ranks:
+                jobs[name].signal(rank, signal.SIGSTOP)
+        for name, (seconds, ranks) in halted.items():
+            time.sleep(max(0.0, began + seconds - time.monotonic()))  # as long as no fault may be seen in it
+            for rank in ranks:
+                jobs[name].signal(rank, signal.SIGCONT)
+        jobs["lock held"].wait_for("held", 2)
+        yield jobs
+
+
+@pytest.mark.parametrize("what", ["suspended", "lock held", "stopped", "debugger"])
+def test_what_is_no_fault(disturbed: dict[str, Job], what: str) -> None:
+    """Stopped for 3 s, or all at once, or in C code with the interpreter lock, or by a debugger: all ranks go on."""
+    job = disturbed[what]
+    go_on(job, range(3))
+    assert all("raised" not in job.read(rank, "out") for rank in range(3))
+    if what in ("suspended", "lock held"):
+        job.kill()  # The others are used once more.
+
+
+def test_stopped_rank(disturbed: dict[str, Job]) -> None:
+    """A rank that is stopped for 4 s, also one that once was for less, is named by every other."""
+    job = disturbed["stopped"]
+    go_on(job, range(3))
+    at = job.signal(1, signal.SIGSTOP)
+    told = {rank: raised(job, rank) for rank in (0, 2)}
+    result = job.wait()
     for when, text in told.values():
         assert text.startswith("PeerLostError (1,)"), result.text
         assert "has been stopped (SIGSTOP or SIGTSTP) for 4." in text, result.text
@@ -195,23 +217,16 @@ def test_stopped_ranks() -> None:
     assert result.rc != 0 and len(cried(result)) == 1, result.text
 
 
-def test_debugger_and_a_stopped_watcher() -> None:
-    """With the switch for debuggers a stopped rank is no fault; a watcher that is stopped is one, after 4 s."""
-    # Nobody leaves before all have said what they saw.
-    program = HEAD + LOOP + "MPI.COMM_WORLD.Barrier()\n"
-    with start_job(3, program, env={"BUTTER_MPI_WATCH": "debugger"}, timeout=60) as job:
-        go_on(job, range(3))
-        job.signal(1, signal.SIGSTOP)
-        time.sleep(6)  # longer than it may be stopped without the switch
-        job.signal(1, signal.SIGCONT)
-        go_on(job, range(3))
-        assert all("raised" not in job.read(rank, "out") for rank in range(3))
-        pid = watcher(job)
-        os.kill(pid, signal.SIGSTOP)
-        at = time.monotonic()
-        told = [raised(job, rank) for rank in range(3)]
-        os.kill(pid, signal.SIGCONT)
-        result = job.wait()
+def test_stopped_watcher(disturbed: dict[str, Job]) -> None:
+    """A watcher that is stopped is a fault after 4 s, also with the switch for debuggers."""
+    job = disturbed["debugger"]
+    go_on(job, range(3))
+    pid = watcher(job)
+    os.kill(pid, signal.SIGSTOP)
+    at = time.monotonic()
+    told = [raised(job, rank) for rank in range(3)]
+    os.kill(pid, signal.SIGCONT)
+    result = job.wait()
     for when, text in told:
         assert "the watcher of this node has not looked for" in text and "stopped" in text, result.text
         assert when - at <= 5, (when - at, result.text)

@@ -52,6 +52,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 MpiDefault=none
 LaunchParameters=use_interactive_step
 SlurmdParameters=config_overrides

@@ -17,13 +17,12 @@ import pytest
 from helpers.job import JobFailure
 
 from matrix import reporting
-from matrix.choosing import for_ci, on_gpus, selection
+from matrix.choosing import AT_A_TIME, for_ci, on_gpus, selection
 from matrix.judging import NONE, NOT_RUN, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner
 from matrix.table import CALM, HOST, NCCL, ON_GPU, Cell, every_cell
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-_AT_A_TIME = 2
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -110,7 +109,7 @@ class _Run:
         return outcome
 
 
-def _together(tasks: Sequence[Callable[[], None]], at_a_time: int = _AT_A_TIME) -> None:
+def _together(tasks: Sequence[Callable[[], None]], at_a_time: int = AT_A_TIME) -> None:
     """Run what waits most of its time, or has a GPU of its own, several at a time."""
     with ThreadPoolExecutor(at_a_time) as pool:
         for done in [pool.submit(task) for task in tasks]:

@@ -314,6 +314,6 @@ CALM = {
         Calm("suspended", "all ranks are stopped and continued", 6, 30),
         Calm("debugger", "a debugger stops a rank, with the switch for it on", 8, 60),
         Calm("child", "a child has every descriptor and outlives its parent's close", 3, 3),
-        Calm("saturated", "both cores are saturated", 20, 600, alone=True),
+        Calm("saturated", "both cores are saturated", 12, 600, alone=True),
     )
 }

@@ -21,6 +21,20 @@ print("sum", data[0], flush=True)
 GOES_ON = PROGRAM + "for turn in range(10**9):\n    comm.all_reduce(data); threading.Event().wait(0.01)\n"
 
 
+SAYS_WHAT_ENDED_IT = f"""
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+{PROGRAM}
+try:
+    while True:
+        comm.all_reduce(data); threading.Event().wait(0.01)
+except butter_mpi.PeerLostError as error:
+    print("PeerLostError", error, "told", file=sys.stderr, flush=True)
+    signal.sigwait([signal.SIGUSR1])
+    raise
+"""
+
+
 @pytest.mark.parametrize("mpi", PMI)
 def test_ranks_of_a_step_find_each_other(slurm: Slurm, mpi: str) -> None:
     """Under srun with the PMI that the MPI understands, a job of four ranks on two nodes runs."""
@@ -50,13 +64,16 @@ def test_killed_rank(slurm: Slurm, mpi: str) -> None:
 
 def test_killed_rank_in_a_step_that_goes_on(slurm: Slurm) -> None:
     """Where the step goes on after a death, the survivors of both nodes name the rank at once, and end the job."""
-    with slurm.start_job(3, GOES_ON, options=["--kill-on-bad-exit=0"]) as job:
+    with slurm.start_job(3, SAYS_WHAT_ENDED_IT, options=["--kill-on-bad-exit=0"]) as job:
         for rank in range(3):
             job.wait_for("sum", rank)
         job.signal(1, signal.SIGKILL)
+        # Rank 0 has rank 1's watcher, rank 2 is on the other node; the first to leave ends the job.
+        for rank in (0, 2):
+            job.wait_for("told\n", rank)
+        job.signal(0, signal.SIGUSR1)
         result = job.wait(25)
     assert result.rc != 0, result.text
-    # Rank 0 has rank 1's watcher, rank 2 is on the other node.
     for err in (result.rank_err[0], result.rank_err[2]):
         assert "PeerLostError" in err and "was killed by SIGKILL; last submitted all_reduce #" in err, result.text
 

@@ -570,8 +570,10 @@ def test_what_it_costs(node: Callable[..., Node], submitted: bool) -> None:
             hello(sock, rank, one.secret, recorder.fd)
             sock.send(messages.pack("judge"))
         assert messages.receive(sock) == {"kind": "ready", "pid": one.pids[0]}
-        # The least of three: what other processes of this machine cost it (cold caches) is not its own.
-        share = min(_share(one.pids[0], 1.5) for _ in range(3))
+        # One of three must do: what other processes of this machine cost it (cold caches) is not its own.
+        for _ in range(3):
+            if (share := _share(one.pids[0], 1.5)) <= 0.002:
+                break
     resident = int(Path(f"/proc/{one.pids[0]}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
     assert resident <= 25, f"{resident:.1f} MB"
     assert share <= 0.002, f"{share:.2%} of a core, {resident:.1f} MB"
@@ -607,9 +609,9 @@ def test_what_it_costs_while_ranks_submit(node: Callable[..., Node], communicato
             sock.send(messages.pack("judge"))
         assert messages.receive(sock) == {"kind": "ready", "pid": one.pids[0]}
         operations = [Operation("barrier", count, DType.UINT8, site=f"app/a.py:{count}") for count in range(8)]
-        # The least of three, as above.
-        shares, number = [], 0
-        for _ in range(3):
+        # One of three, as above.
+        shares, number = [1.0], 0
+        while len(shares) <= 3 and shares[-1] > 0.05:
             begin, before, first = time.monotonic(), _running(one.pids[0]), number
             while (passed := time.monotonic() - begin) < _BUSY_SECONDS:
                 for _ in range(first + int(passed * _RATE) - number):
@@ -619,11 +621,11 @@ def test_what_it_costs_while_ranks_submit(node: Callable[..., Node], communicato
                 # Each millisecond some, as the ring holds what 80 of them bring.
                 time.sleep(1e-3)
             shares.append((_running(one.pids[0]) - before) / passed)
-        assert number > 2.7 * _BUSY_SECONDS * _RATE, "this process did not keep up"
+            assert number - first > 0.9 * _BUSY_SECONDS * _RATE, "this process did not keep up"
         sock.setblocking(False)
         with pytest.raises(BlockingIOError):
             messages.receive(sock)
-    assert min(shares) <= 0.05, [f"{share:.2%}" for share in shares]
+    assert shares[-1] <= 0.05, [f"{share:.2%}" for share in shares[1:]]
 
 
 def test_end_whose_status_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
