@@ -154,7 +154,7 @@ def test_stream_that_stands_still_stops_the_run(standin: Standin) -> None:
 
 def test_types_that_an_old_library_has_not(standin: Standin) -> None:
     """Where NCCL has no 8-bit floats the head says so, and the other types are checked."""
-    result = selftest(standin, 2, version=22304)
+    result = selftest(standin, 2, extra=FEW, version=22304)
     assert result.rc == 0, result.text
     assert line(result, "types") == "8-bit floats: NCCL has them from 2.24 on, this is 2.23.4"
 
