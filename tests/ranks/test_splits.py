@@ -368,8 +368,9 @@ def part_ways(first: Communicator, second: Communicator, more: int) -> None:
     first.wait_for_async_error(5)
 
 
+@pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
 def test_twenty_rounds_leave_nothing(comm: Communicator) -> None:
-    """Splits and dups, made and closed, leave no descriptor and no thread."""
+    """Splits and dups, closed or dropped, leave no descriptor and no thread."""
 
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -378,12 +379,13 @@ def test_twenty_rounds_leave_nothing(comm: Communicator) -> None:
         made = comm.split(RANK % 2 if number % 2 else None if RANK else 0) if number % 3 else comm.dup()
         if made is not None:
             made.barrier()
-            made.close()
+            if number % 5:
+                made.close()
 
     for number in range(6):
         turn(number)
     before = count()
-    for number in range(20):
+    for number in range(6, 26):
         turn(number)
 
     def more() -> bool:
