@@ -41,7 +41,8 @@ def test_types_that_nccl_lacks_are_carried_by_others() -> None:
 
 def test_operators_that_multiply_differently_differ() -> None:
     """Operations are kept by their operators: zeros of two signs are two factors, and what is no number is one."""
-    assert len({PreMulSum(0.0), PreMulSum(-0.0), PreMulSum(float("nan")), PreMulSum(float("nan"))}) == 3
+    assert len({PreMulSum(0.0), PreMulSum(-0.0)}) == 2
+    assert len({PreMulSum(float("nan")), PreMulSum(float("nan"))}) == 1
     assert PreMulSum(0.5) == PreMulSum(0.5) != 0.5
 
 

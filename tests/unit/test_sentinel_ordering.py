@@ -137,7 +137,7 @@ def test_nothing_new_costs_nothing() -> None:
             rank.submit("xyy")
         orders = Orders("dup 1")
         assert look(orders, made) is None
-        newer, unread = {number: rank.readers["y"] for number, rank in enumerate(made)}, Mock(spec=Reader)
+        newer, unread = {number: rank.readers["y"] for number, rank in enumerate(made)}, Mock(spec=Reader, broke=False)
         assert orders.look(newer, {"x": dict.fromkeys(newer, unread)}, NAMES) is None and not unread.mock_calls
         made[0].submit("y")
         made[1].submit("xy")
