@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from butter_mpi import Communicator
 from butter_mpi.errors import CollectiveMismatchError, CommunicatorClosedError, PeerLostError, PreflightError
+from butter_mpi.lane import LANE
 
 pytestmark = pytest.mark.mpi
 
@@ -312,6 +313,27 @@ def test_abort_of_the_child_is_none_of_the_parent(comm: Communicator) -> None:
             child.wait_for_async_error(5)
         child.close()
     assert total(comm) == numbers(list(RANKS))
+
+
+@needs_peer
+def test_abort_that_does_not_get_its_turn(comm: Communicator) -> None:
+    """A child that a thread gives up, while others wait in it, is told as that: the next one is used in no other order."""
+    child, other = comm.dup(), comm.dup()
+    if RANK == 0:
+        with LANE.held("rank 0", "the main thread", 1):
+            thread = threading.Thread(target=child.abort, args=["enough"])
+            thread.start()
+            while not child._plane.health.closed:
+                time.sleep(0.001)
+            assert total(other) == numbers(list(RANKS))
+        thread.join(10)
+    else:
+        with pytest.raises(PeerLostError, match="enough"):
+            differ(child, child.barrier, child.barrier)
+        child.close()
+        assert total(other) == numbers(list(RANKS))
+    assert other.is_healthy() and total(comm) == numbers(list(RANKS))
+    other.close()
 
 
 def test_two_threads_take_turns(comm: Communicator) -> None:
