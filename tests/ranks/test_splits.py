@@ -317,7 +317,7 @@ def test_abort_of_the_child_is_none_of_the_parent(comm: Communicator) -> None:
 
 @needs_peer
 def test_abort_that_does_not_get_its_turn(comm: Communicator) -> None:
-    """A child that a thread gives up, while others wait in it, is told as that: the next one is used in no other order."""
+    """A child that a thread gives up, while others wait in it, is told as that, and not as another order."""
     child, other = comm.dup(), comm.dup()
     if RANK == 0:
         with LANE.held("rank 0", "the main thread", 1):
@@ -334,6 +334,26 @@ def test_abort_that_does_not_get_its_turn(comm: Communicator) -> None:
         assert total(other) == numbers(list(RANKS))
     assert other.is_healthy() and total(comm) == numbers(list(RANKS))
     other.close()
+
+
+@needs_peer
+def test_close_inside_of_a_submission(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that closes a child before its operation is recorded: that one ends by the close."""
+    # The newest has the watcher that stays to the end.
+    child, newest = comm.dup(), comm.dup()
+    plane: Any = child.backend
+    write = plane._write
+
+    def interrupted(*submission: Any) -> None:
+        child.close()
+        write(*submission)
+
+    monkeypatch.setattr(plane, "_write", interrupted)
+    WORLD.Barrier()
+    with pytest.raises((CommunicatorClosedError, PeerLostError)):
+        child.barrier()
+    assert total(newest) == numbers(list(RANKS))
+    newest.close()
 
 
 def test_two_threads_take_turns(comm: Communicator) -> None:
