@@ -62,12 +62,15 @@ class Ending:
             # MPI_Finalize begins with this.
             key = mpi.Comm.Create_keyval(delete_fn=lambda *_: self.leave("ended by MPI.Finalize"))
             mpi.COMM_SELF.Set_attr(key, True)
-        while self._orphans:
-            self._orphans.pop().close("dropped")
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Mark a start that is under way: MPI_Finalize in another thread would wait for it."""
+        """Mark a start that is under way: MPI_Finalize in another thread would wait for it.
+
+        Before it, what was dropped is closed.
+        """
+        while self._orphans:
+            self._orphans.pop().close("dropped")
         self._starting += 1
         try:
             yield

@@ -138,7 +138,7 @@ class ReduceOp(enum.Enum):
 _OPS = {member.label: member for member in ReduceOp}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PreMulSum:
     """Reduction operator: each rank's elements times that rank's own factor, then the sum.
 
@@ -161,6 +161,13 @@ class PreMulSum:
     def __post_init__(self) -> None:
         if isinstance(self.factor, bool) or not isinstance(self.factor, int | float):
             raise TypeError(f"factor of PreMulSum must be an int or a float; got {type(self.factor).__name__}")
+
+    # Operations are looked up by it: 0.0 and -0.0 are two factors, and what is no number is one.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PreMulSum) and str(self.factor) == str(other.factor)
+
+    def __hash__(self) -> int:
+        return hash(str(self.factor))
 
 
 def parse_op(value: ReduceOp | PreMulSum | str) -> ReduceOp | PreMulSum:

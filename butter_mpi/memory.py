@@ -25,6 +25,8 @@ from butter_mpi.planes.memory import numpy_dtype
 __all__ = ["DeviceArray", "Memory", "Symmetric"]
 
 _LOG = logging.getLogger("butter_mpi")
+_MOST_BYTES = 2**48
+"""What processes have addresses for."""
 
 
 def _all_of(steps: Iterable[Callable[[], None]], error: BaseException | None) -> None:
@@ -336,7 +338,10 @@ class Memory:
         registered : For memory that exists. The C functions are ``ncclMemAlloc`` and ``ncclCommWindowRegister``.
         """
         who = f"{self._plane.who}: symmetric"
-        return Symmetric(self, _shape(shape, who), _dtype(dtype, who))
+        extents, kind = _shape(shape, who), _dtype(dtype, who)
+        if math.prod(extents) * kind.itemsize > _MOST_BYTES:
+            raise ValueError(f"{who}: shape {extents} of {kind.label} is more than 2**48 bytes")
+        return Symmetric(self, extents, kind)
 
 
 def _shape(shape: Any, who: str) -> tuple[int, ...]:

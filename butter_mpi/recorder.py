@@ -252,8 +252,7 @@ class Recorder:
         return self._next_site
 
     def close(self) -> None:
-        """Give the memory back; it stays as long as the watcher holds its own."""
-        self._map.close()
+        """Give the file back; the memory goes with this object, as a signal handler may close inside of a write."""
         os.close(self.fd)
 
 

@@ -142,6 +142,13 @@ class PeerPlane(Plane):
         super().poison(cause)
         self._pass_on()
 
+    def close(self, *arguments: Any, **options: Any) -> None:
+        """End this communicator, as ``Submitting.close`` says."""
+        # First: what it refuses from now on, others of this process may do before its turn on the lane.
+        if self._sentinel is not None:
+            self._sentinel.mark_broken()
+        super().close(*arguments, **options)
+
     def _refuse(self, what: str) -> None:
         self._pass_on()
         super()._refuse(what)
@@ -258,11 +265,13 @@ class PeerPlane(Plane):
         return None if color is None else made
 
     def _announce(self, cause: CommunicatorBrokenError) -> None:
-        if self._control.broken is not None:
-            return
-        if self._sentinel is not None:
+        self._announce_aside(cause)
+        if self._control.broken is None:
+            self._send_broken(cause)
+
+    def _announce_aside(self, cause: CommunicatorBrokenError) -> None:
+        if self._sentinel is not None and self._control.broken is None:
             self._sentinel.tell(notice_of(cause))
-        self._send_broken(cause)
 
     def _send_broken(self, cause: CommunicatorBrokenError) -> None:
         # Best effort: a rank that MPI cannot reach any more needs no notice.

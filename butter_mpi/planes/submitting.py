@@ -270,6 +270,9 @@ class Submitting(ABC):
     def _announce(self, cause: CommunicatorBrokenError) -> None:
         """Tell the peers the first cause."""
 
+    def _announce_aside(self, cause: CommunicatorBrokenError) -> None:  # noqa: B027 - peers may have no other way
+        """Tell it without the lane, by whatever needs none."""
+
     @abstractmethod
     def _listen(self) -> None:
         """Take news of the peers."""
@@ -426,6 +429,8 @@ class Submitting(ABC):
             LANE.take(self.who, "close", patience)
         except ButterError:
             # The thread that holds the lane may be gone for good: what it left half done can only be given up.
+            if cause is not None:
+                self._announce_aside(cause)
             self._on_poison(self)
             return
         try:

@@ -63,7 +63,11 @@ class Orders:
         Verdict or None
             That ranks differ, with what each one submitted, and the older communicator as the other that breaks.
         """
+        newest = max((reader.head() for reader in newer.values()), default=0)
         for key, readers in older.items():
+            # Nothing new: ranks that use many communicators stand still in most of them.
+            if newest <= self._agreed.get(key, 0):
+                continue
             # One that broke has other things to tell, and stands still on some ranks before others.
             if len(readers) < 2 or any(reader.broke for reader in readers.values()):
                 continue

@@ -403,16 +403,21 @@ class Watcher:
     def _judge_orders(self) -> None:
         """Judge ranks that use this communicator and an older one in different orders; seen twice, as above."""
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
+        found = self._orders.look(readers, *self._older)
+        if found is not None and self._crossed and self._epoch not in self._notices:
+            self._judge(found)
+        self._crossed = found is not None
+        self._due = min(self._due, time.monotonic() + _SOON) if self._crossed else self._due
+
+    @functools.cached_property
+    def _older(self) -> tuple[dict[str, dict[int, Reader]], dict[str, str]]:
+        """The recorders of older communicators by key, then by rank, and their names; once every rank has come."""
         older: dict[str, dict[int, Reader]] = {}
         names: dict[str, str] = {}
         for number, rank in self._ranks.items():
             for key, (name, reader) in rank.older.items():
                 older.setdefault(key, {})[number], names[key] = reader, name
-        found = self._orders.look(readers, older, names)
-        if found is not None and self._crossed and self._epoch not in self._notices:
-            self._judge(found)
-        self._crossed = found is not None
-        self._due = min(self._due, time.monotonic() + _SOON) if self._crossed else self._due
+        return older, names
 
     def _suspected(self, found: dict[int, Entry]) -> None:
         """Judge what was seen twice: nobody is accused on one reading."""

@@ -167,6 +167,7 @@ def test_arguments_of_symmetric(comm: Communicator, frees: list[int]) -> None:
         (("4",), TypeError, "shape must be an int or a sequence of ints; got str"),
         (((2, -1),), ValueError, "shape must be numbers of elements, 0 or more; got -1 in it"),
         (((2, 1.0),), TypeError, "got float in it"),
+        (((2**40, 2**30),), ValueError, r"shape \(1099511627776, 1073741824\) of float32 is more than 2\*\*48 bytes"),
         ((4, "float12"), ValueError, "dtype must be one of"),
         ((4, None), ValueError, "dtype must be one of"),
         ((4, np.dtype("datetime64[s]")), ValueError, "dtype must be one of"),

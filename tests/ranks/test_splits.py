@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from butter_mpi import Communicator
 from butter_mpi.errors import CollectiveMismatchError, CommunicatorClosedError, PeerLostError, PreflightError
+from butter_mpi.lane import LANE
 
 pytestmark = pytest.mark.mpi
 
@@ -314,6 +315,47 @@ def test_abort_of_the_child_is_none_of_the_parent(comm: Communicator) -> None:
     assert total(comm) == numbers(list(RANKS))
 
 
+@needs_peer
+def test_abort_that_does_not_get_its_turn(comm: Communicator) -> None:
+    """A child that a thread gives up, while others wait in it, is told as that, and not as another order."""
+    child, other = comm.dup(), comm.dup()
+    if RANK == 0:
+        with LANE.held("rank 0", "the main thread", 1):
+            thread = threading.Thread(target=child.abort, args=["enough"])
+            thread.start()
+            while not child._plane.health.closed:
+                time.sleep(0.001)
+            assert total(other) == numbers(list(RANKS))
+        thread.join(10)
+    else:
+        with pytest.raises(PeerLostError, match="enough"):
+            differ(child, child.barrier, child.barrier)
+        child.close()
+        assert total(other) == numbers(list(RANKS))
+    assert other.is_healthy() and total(comm) == numbers(list(RANKS))
+    other.close()
+
+
+@needs_peer
+def test_close_inside_of_a_submission(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that closes a child before its operation is recorded: that one ends by the close."""
+    # The newest has the watcher that stays to the end.
+    child, newest = comm.dup(), comm.dup()
+    plane: Any = child.backend
+    write = plane._write
+
+    def interrupted(*submission: Any) -> None:
+        child.close()
+        write(*submission)
+
+    monkeypatch.setattr(plane, "_write", interrupted)
+    WORLD.Barrier()
+    with pytest.raises((CommunicatorClosedError, PeerLostError)):
+        child.barrier()
+    assert total(newest) == numbers(list(RANKS))
+    newest.close()
+
+
 def test_two_threads_take_turns(comm: Communicator) -> None:
     """Two threads with a communicator each use the one lane; in one order on every rank, all is well."""
     other, turns = comm.dup(), [threading.Semaphore(1), threading.Semaphore(0)]
@@ -368,8 +410,9 @@ def part_ways(first: Communicator, second: Communicator, more: int) -> None:
     first.wait_for_async_error(5)
 
 
+@pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
 def test_twenty_rounds_leave_nothing(comm: Communicator) -> None:
-    """Splits and dups, made and closed, leave no descriptor and no thread."""
+    """Splits and dups, closed or dropped, leave no descriptor and no thread."""
 
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -378,12 +421,13 @@ def test_twenty_rounds_leave_nothing(comm: Communicator) -> None:
         made = comm.split(RANK % 2 if number % 2 else None if RANK else 0) if number % 3 else comm.dup()
         if made is not None:
             made.barrier()
-            made.close()
+            if number % 5:
+                made.close()
 
     for number in range(6):
         turn(number)
     before = count()
-    for number in range(20):
+    for number in range(6, 26):
         turn(number)
 
     def more() -> bool:

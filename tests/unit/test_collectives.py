@@ -39,6 +39,13 @@ def test_types_that_nccl_lacks_are_carried_by_others() -> None:
     assert way(DType.UINT16, ReduceOp.SUM) == (DType.UINT16, 3, ReduceOp.SUM)
 
 
+def test_operators_that_multiply_differently_differ() -> None:
+    """Operations are kept by their operators: zeros of two signs are two factors, and what is no number is one."""
+    assert len({PreMulSum(0.0), PreMulSum(-0.0)}) == 2
+    assert len({PreMulSum(float("nan")), PreMulSum(float("nan"))}) == 1
+    assert PreMulSum(0.5) == PreMulSum(0.5) != 0.5
+
+
 def test_call_site_is_here() -> None:
     """The call site is the caller outside the library, and not long."""
     assert call_site().startswith("unit/test_collectives.py:") and len(call_site()) <= 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -126,6 +127,20 @@ def test_faster_older_one_leaves_nothing_to_accuse() -> None:
         assert look(orders, made) is None
         for rank, course in zip(made, ("xy", "yx"), strict=True):
             rank.submit(course)
+        assert look(orders, made) is not None
+
+
+def test_nothing_new_costs_nothing() -> None:
+    """Where no rank has submitted more of the newer one, the older ones are not read, of which there may be many."""
+    with ranks(2) as made:
+        for rank in made:
+            rank.submit("xyy")
+        orders = Orders("dup 1")
+        assert look(orders, made) is None
+        newer, unread = {number: rank.readers["y"] for number, rank in enumerate(made)}, Mock(spec=Reader, broke=False)
+        assert orders.look(newer, {"x": dict.fromkeys(newer, unread)}, NAMES) is None and not unread.mock_calls
+        made[0].submit("y")
+        made[1].submit("xy")
         assert look(orders, made) is not None
 
 
