@@ -351,11 +351,10 @@ def test_close_inside_of_a_submission(comm: Communicator, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(plane, "_write", interrupted)
     WORLD.Barrier()
-    # Where every rank has come, it is done all the same.
+    # Where every rank has come, it is done all the same; one that is told before it comes is not interrupted.
     with contextlib.suppress(CommunicatorClosedError, PeerLostError):
         child.barrier()
-    with pytest.raises(CommunicatorClosedError):
-        child.barrier()
+    child.close()
     assert total(newest) == numbers(list(RANKS))
     newest.close()
 
