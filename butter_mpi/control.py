@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _TAG = 1
+_LAST_WORDS = ("left", "moved on")
 _MESSAGE_BYTES = 4096
 _LENGTH_BYTES = 4
 _MOST_LOST = 100
@@ -260,7 +261,7 @@ class Control:
         self.broken: tuple[int, dict[str, Any]] | None = None
         self._receives: dict[int, Ticket] = {}
         self._sends: list[Ticket] = []
-        self._spoiled = False
+        self._spoiled = self._parted = False
         self._asked: set[int] = set()
         self.where: Callable[[], str] | None = None
         """Returns the operation that this process is in, for others who ask, once the communicator stands."""
@@ -276,9 +277,14 @@ class Control:
         ticket.start(self._comm.Irecv, [buffer, self._mpi.BYTE], source=peer, tag=_TAG)
 
     def send(self, peers: Iterable[int], kind: str, body: dict[str, Any]) -> None:
-        """Send one message to each of `peers`; it is buffered, so nothing waits here."""
+        """Send one message to each of `peers`; it is buffered, so nothing waits here.
+
+        An ``op`` behind the last word is not sent: it could meet a later communicator. A signal handler may have closed
+        this one inside of a submission.
+        """
         payload = _fitting(kind, body)
-        for peer in peers:
+        self._parted |= kind in _LAST_WORDS
+        for peer in () if self._parted and kind == "op" else peers:
             ticket = Ticket(payload, counts=False)
             self._sends.append(ticket.start(self._comm.Isend, [payload, self._mpi.BYTE], dest=peer, tag=_TAG))
 

@@ -76,6 +76,8 @@ _PAIR = struct.Struct("dQ40sQ").pack_into
 # time s, number of the collective before it, signature, 0, site, 0, 0, count
 _EXCHANGE = struct.Struct("=d7Q").pack_into
 _SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
+# For a signal handler may close inside of a write. So nothing is called between reading where to write, and writing.
+_NOWHERE = bytearray(SIZE)
 
 
 class Entry(NamedTuple):
@@ -139,7 +141,7 @@ class Recorder:
         # A file that shrank under the reader's feet would kill the reader with SIGBUS.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         with beyond_standard():
-            self._map = mmap.mmap(self.fd, SIZE)
+            self._map: Any = mmap.mmap(self.fd, SIZE)
         self._bound = max(1, int(deadline * 1000))
         self._chain = 0.0
         self._position = self._exchanged = 0
@@ -170,8 +172,9 @@ class Recorder:
         if chain >= _LIMIT:
             chain %= 1.0
         self._chain = chain
+        now = monotonic()
         # One call, which clears all words and then stores them in this order.
-        _WHOLE(self._map, _PLACES[number % COLLECTIVES], monotonic(), chain, words, number)
+        _WHOLE(self._map, _PLACES[number % COLLECTIVES], now, chain, words, number)
 
     def _write_other(self, operation: Operation, number: int) -> None:
         """Write a send or receive, or a collective that has no code which is good here."""
@@ -183,8 +186,8 @@ class Recorder:
             return
         self._position = stamp = self._position + 1
         _WORD.pack_into(self._map, _POSITION, stamp)
-        at = stamp % PAIRS * _RECORD + _PAIRS_AT
-        _PAIR(self._map, at, monotonic(), operation.peer << 40 | number, code[2], stamp)
+        at, now = stamp % PAIRS * _RECORD + _PAIRS_AT, monotonic()
+        _PAIR(self._map, at, now, operation.peer << 40 | number, code[2], stamp)
 
     def _code(self, operation: Operation) -> tuple[Any, float, bytes]:
         """Return what is the same each time: in which table it is good, its hash, and its words.
@@ -225,8 +228,8 @@ class Recorder:
         self._exchanged = count = self._exchanged + 1
         signature = (len(KINDS) + EXCHANGES.index(kind)) | len(DTYPES) << 8 | _NONE << 16 | _NO_ROOT << 32
         place = self._sites.get(site) or self._new_site(site)
-        at = _EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD
-        _EXCHANGE(self._map, at, monotonic(), number, signature, 0, place, 0, 0, count)
+        at, now = _EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD, monotonic()
+        _EXCHANGE(self._map, at, now, number, signature, 0, place, 0, 0, count)
 
     def begin_at(self, sequence: int) -> None:
         """Go on after `sequence`, which all ranks have agreed on: what came before is not compared any more."""
@@ -252,7 +255,9 @@ class Recorder:
         return self._next_site
 
     def close(self) -> None:
-        """Give the file back; the memory goes with this object, as a signal handler may close inside of a write."""
+        """Give the memory back; it stays as long as the watcher holds its own. What is written later goes nowhere."""
+        mapped, self._map = self._map, _NOWHERE
+        mapped.close()
         os.close(self.fd)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from butter_mpi import control
-from butter_mpi.control import Ticket
+from butter_mpi.control import Control, Ticket
 
 
 class Request:
@@ -62,3 +63,14 @@ def test_every_notice_fits(text: str) -> None:
     message = json.loads(payload[control._LENGTH_BYTES :])
     assert message["kind"] == "broken" and message["body"]["error"] == "PeerLostError" and message["body"]["text"]
     assert message["body"]["lost"][:3] == [0, 1, 2]
+
+
+def test_no_operation_follows_the_last_word() -> None:
+    """What a peer would find behind it could meet a later communicator, which takes over this one's number in MPI."""
+    comm = Mock(rank=0, size=3)
+    comm.Isend.return_value.Test.return_value = True
+    mailbox = Control(comm, Mock())
+    for peer, kind in ((1, "op"), (1, "left"), (2, "op"), (2, "left"), (1, "op"), (1, "pong")):
+        mailbox.send([peer], kind, {})
+    assert [call.kwargs["dest"] for call in comm.Isend.call_args_list] == [1, 1, 2, 1]
+    mailbox.retire()
