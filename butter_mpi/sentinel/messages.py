@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["FIELDS", "LIMIT", "MOST_OLDER", "Garbled", "pack", "receive", "send", "unpack"]
 
 LIMIT = 1 << 16
-MOST_OLDER = 64
+MOST_OLDER = 16
 """As many older communicators of its process a rank shows to the watcher of a new one: the newest of them."""
 _SHORTEST_TEXT = 1000
 _MOST_LOST = 100
