@@ -49,6 +49,7 @@ GivenBack = Callable[[int], None]
 _LOG = logging.getLogger("butter_mpi")
 _BARRIER_BYTES = 4
 _CLOSE_SECONDS = 2.0
+_FIRST_SAY = 1.0
 
 
 class NcclLife(OnDevice, PeerPlane):
@@ -97,6 +98,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._ending: Detached | None = None
         self._closing: Detached | None = None
         self._hopeless: CommunicatorBrokenError | None = None
+        self._failing: Watch | None = None
 
     def _open(self) -> None:
         """Take the device, and make what every operation needs."""
@@ -249,6 +251,24 @@ class NcclLife(OnDevice, PeerPlane):
                 state = nccl.get_async_error(self._library, comm)
                 nccl.check(self._library, "a communication in the background", state, in_progress=True)
 
+    def _broken_here(self) -> CommunicatorBrokenError | None:
+        """Return what NCCL says of work under way, for which every thread of this rank may wait where it asks nobody.
+
+        A rank that dies breaks NCCL too: the watcher knows better, and so does a thread that is in a wait of ours. Both
+        are given time to say it first.
+        """
+        if self.health.cause is not None or self.health.closed:
+            return None
+        try:
+            self._ask_nccl()
+        except NCCLError as error:
+            self._failing = self._failing or Watch(_FIRST_SAY)
+            if self._failing.tick():
+                return CommunicatorBrokenError(f"{self.who}: after {self.last or 'the start'}: {error}")
+        else:
+            self._failing = None
+        return None
+
     # -- end and return ----------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
@@ -294,6 +314,8 @@ class NcclLife(OnDevice, PeerPlane):
 
     def _destroy(self, comm: int, registered: Sequence[GivenBack]) -> None:
         """End a healthy communicator, which waits for its work."""
+        # The thread that listens to the watcher may be asking it.
+        self._inside.wait_until_none()
         self.device.make_current()
         pause = Pause()
         # A stream that was given may be gone by now.

@@ -101,14 +101,23 @@ class PeerPlane(Plane):
         if self._sentinel is None:
             return
         # The thread that listens must not keep this plane, and with it a communicator that its user has dropped.
-        hear = weakref.WeakMethod(self._hear)
+        hear, look = weakref.WeakMethod(self._hear), weakref.WeakMethod(self._broken_here)
 
         def deliver(notice: Mapping[str, Any]) -> None:
             alive = hear()
             if alive is not None:
                 alive(notice)
 
-        self._sentinel.deliver_to(deliver, self._judged)
+        def broken_here() -> dict[str, Any] | None:
+            alive = look()
+            cause = None if alive is None else alive()
+            return None if cause is None else notice_of(cause)
+
+        self._sentinel.deliver_to(deliver, broken_here, self._judged)
+
+    def _broken_here(self) -> CommunicatorBrokenError | None:
+        """Return what broke without a call, in the thread that listens: it calls no MPI, and waits for nothing."""
+        return None
 
     def _hear(self, notice: Mapping[str, Any]) -> None:
         """Take a verdict, in the thread that listens: it calls no MPI, and waits for nothing."""

@@ -235,6 +235,7 @@ class Sentinel:
         self._notices: dict[int, dict[str, Any]] = {}
         self._epoch = 0
         self._on_notice: Callable[[Mapping[str, Any]], None] | None = None
+        self._broken_here: Callable[[], Mapping[str, Any] | None] = _nothing
         self._ready = threading.Event()
         self._lock = threading.RLock()
         self._closed = self._left = False
@@ -385,15 +386,22 @@ class Sentinel:
             self.look_at_start()
             pause()
 
-    def deliver_to(self, on_notice: Callable[[Mapping[str, Any]], None], judged: bool) -> None:
+    def deliver_to(
+        self,
+        on_notice: Callable[[Mapping[str, Any]], None],
+        broken_here: Callable[[], Mapping[str, Any] | None],
+        judged: bool,
+    ) -> None:
         """Hand verdicts to `on_notice` from now on, in the listening thread; one that has come, at once.
 
-        `judged`: the watcher compares what this rank submits, as ranks do not compare it themselves.
+        `broken_here` is asked there now and then, and returns a notice once something broke that no thread of this rank
+        sees, as all may be in waits of other libraries. `judged`: the watcher compares what this rank submits, as ranks
+        do not compare it themselves.
         """
         if judged:
             messages.send(self._socket, "judge")
         with self._lock:
-            self._on_notice = on_notice
+            self._on_notice, self._broken_here = on_notice, broken_here
             self.repeat()
 
     def repeat(self) -> None:
@@ -410,7 +418,7 @@ class Sentinel:
             self._hear_all()
         finally:
             _OPEN.discard(self)
-            self._on_notice = None
+            self._on_notice, self._broken_here = None, _nothing
 
     def _hear_all(self) -> None:
         poll, stale, beat = select.poll(), Watch(_STALE), 0
@@ -423,6 +431,10 @@ class Sentinel:
                         self._lose_watcher(f"has ended ({self._last_words()})")
                     return
                 self._hear(message)
+            broken = self._broken_here()
+            if broken is not None:
+                self.tell(broken)
+                self._take({**broken, "here": True}, self._epoch)
             if self._over():
                 self.leave()
                 return
@@ -558,6 +570,10 @@ class Sentinel:
         """Let go, in a forked child: it is no rank."""
         self._left = True
         self._socket.close()
+
+
+def _nothing() -> None:
+    """Nothing broke."""
 
 
 def _lost_watcher(how: str) -> dict[str, Any]:

@@ -336,6 +336,21 @@ def test_error_while_waiting(command: str) -> None:
     assert all("ncclRemoteError" in out and "Stop all ranks before retrying" in out for out in outs), outs
 
 
+def test_error_while_every_rank_waits_for_its_stream() -> None:
+    """NCCL fails in the background of one rank, and no thread asks this library: the waits end, and all ranks say why."""
+    program = """
+x = memory.put(np.ones(1000, np.float32))
+plane.all_reduce(x, 4000, dtype=DType.FLOAT32)
+began = time.monotonic()
+driver.cuStreamSynchronize(plane.stream)
+assert time.monotonic() - began < 5
+error = broken(lambda: plane.barrier())
+assert "after all_reduce #1 (float32 x 1000, sum)" in str(error) and "ncclRemoteError" in str(error), error
+"""
+    said = passed(2, program + WORKS, "1@collective#2=6")
+    assert "CommunicatorBrokenError rank 1/2" in said[1] and "told by rank 1/2" in said[0]
+
+
 def test_error_inside_a_group() -> None:
     """A call that fails inside NCCL's group ends the group, exactly once: the thread is in none afterwards."""
     program = """
