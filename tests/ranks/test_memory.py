@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -201,6 +202,18 @@ def test_one_rank_without_memory(
     x = arrays(np.full(4, RANK + 1))
     comm.all_reduce(x, stream=arrays.stream)
     assert (arrays.get(x) == TOTAL).all()
+
+
+def test_more_memory_than_there_is(comm: Communicator, plane: Any) -> None:
+    """Every rank is told what was asked for; and on a device how much is free, and what to do, where it failed too."""
+    with pytest.raises(ButterError) as caught:
+        comm.symmetric((2**37, 128), np.float64)
+    text = str(caught.value)
+    assert text.startswith(f"rank {RANK}/{SIZE} on ") and "symmetric array (137438953472, 128) of float64: " in text
+    if plane.on_device:
+        assert f"{2**47} bytes cannot be had: " in text and "MemAlloc failed" in text, text
+        assert re.search(r"\(\d+ bytes of device memory are free\)\. Ask for less, or free what CuPy", text), text
+    assert not plane._memory._blocks and comm.is_healthy()
 
 
 @needs_ranks
