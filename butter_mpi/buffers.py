@@ -15,6 +15,7 @@ from butter_mpi.enums import DType
 
 __all__ = [
     "ArrayView",
+    "Holder",
     "check_apart",
     "check_counts",
     "check_pair",
@@ -32,6 +33,10 @@ _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 _LIBRARIES: dict[type, str] = {}
 _DTYPES: dict[Any, DType] = {}
 _MOST_KNOWN = 256
+
+
+class Holder:
+    """What holds an array as ``array``, and as a context manager gives it; operations do not take it itself."""
 
 
 @dataclass(slots=True)
@@ -91,7 +96,8 @@ def view(array: Any, name: object, *, writable: bool) -> ArrayView:
     interface = getattr(array, "__array_interface__", {})
     # A NumPy scalar shows the protocol too, over memory that is gone when this returns.
     if not isinstance(interface.get("data"), tuple) or not hasattr(array, "__setitem__"):
-        raise TypeError(f"{name} must be a NumPy array; got {_typename(array)} (numpy.asarray makes one)")
+        remedy = _inside(array) or "numpy.asarray makes one"
+        raise TypeError(f"{name} must be a NumPy array; got {_typename(array)} ({remedy})")
     if type(array).__module__.startswith("numpy.ma"):
         raise TypeError(f"{name} is a masked array, and operations know no masks; pass its data or its filled() copy")
     return _interface_view(array, interface, name, writable=writable)
@@ -165,13 +171,19 @@ def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
     if interface is None:
         if hasattr(array, "__dlpack__") and not _shows(array):
             return _dlpack_view(array, name, writable=writable, on_device=True)
+        remedy = _inside(array)
         raise TypeError(
             f"{name} must be an array in device memory (CuPy, PyTorch, JAX, Numba), which this plane works on; got "
-            f"{_typename(array)}"
+            f"{_typename(array)}{remedy and f' ({remedy})'}"
         )
     if interface.get("mask") is not None:
         raise TypeError(f"{name} is a masked array, and operations know no masks; pass its data")
     return _interface_view(array, interface, name, writable=writable)
+
+
+def _inside(array: Any) -> str:
+    """Return how to come by the array of what only holds one."""
+    return "pass its .array, or what a with block gives" if isinstance(array, Holder) else ""
 
 
 def _shows(array: Any) -> bool:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from butter_mpi import dlpack
 from butter_mpi.arguments import Arguments
+from butter_mpi.buffers import Holder
 from butter_mpi.enums import DType
 from butter_mpi.errors import ButterError, CUDAError, NCCLError, text_of
 from butter_mpi.lane import LANE
@@ -124,7 +125,7 @@ class DeviceArray:
         return f"<{self._memory!r} on cuda:{self._ordinal}>"
 
 
-class Symmetric:
+class Symmetric(Holder):
     """Memory of ``Communicator.symmetric``, and its array; a context manager that gives the array and closes.
 
     Parameters

@@ -152,6 +152,8 @@ def test_symmetric_array_after_its_end(comm: Communicator, arrays: Arrays) -> No
     text = rf"^rank {RANK}/{SIZE} .*: symmetric array \(4,\) of float32 was closed, and its memory is freed"
     with pytest.raises(ValueError, match=text):
         _ = memory.array
+    with pytest.raises(TypeError, match=r"Symmetric \(pass its \.array, or what a with block gives\)"):
+        comm.all_reduce(memory, stream=arrays.stream)
     if arrays.device is None:
         assert (x == RANK + 1).all()
         return
