@@ -33,6 +33,7 @@ _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 _LIBRARIES: dict[type, str] = {}
 _DTYPES: dict[Any, DType] = {}
 _MOST_KNOWN = 256
+_MOST_BYTES = 2**63 - 1
 
 
 class Holder:
@@ -107,7 +108,7 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, w
     """Return what the array protocol says of host or device memory."""
     dtype = _dtype(array, interface["typestr"], name)
     shape, strides, stream = interface["shape"], interface.get("strides"), interface.get("stream")
-    count = math.prod(shape)
+    count = _count(shape, dtype, name)
     if strides is not None and not _contiguous(shape, strides, dtype.itemsize):
         raise ValueError(
             f"{name} is not C-contiguous (shape {shape}, strides {strides} bytes); ascontiguousarray makes a copy"
@@ -120,6 +121,17 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, w
     if not count or not pointer or pointer.__class__ is not int:
         pointer = _memory(pointer, count, name)
     return ArrayView(pointer, count, dtype, readonly, array, stream)
+
+
+def _count(shape: tuple[int, ...], dtype: DType, name: object) -> int:
+    """Return the number of elements; what an array says of its shape is taken for true only where it can be."""
+    count = math.prod(shape)
+    if not 0 <= count * dtype.itemsize <= _MOST_BYTES or (len(shape) > 1 and min(shape) < 0):
+        raise ValueError(
+            f"{name} says of itself that its shape is {shape} of {dtype.label}; extents must be 0 or more, and all of "
+            "it at most 2**63 - 1 bytes. Look at what makes this array"
+        )
+    return count
 
 
 def _memory(pointer: int | None, count: int, name: object) -> int:
@@ -228,6 +240,7 @@ def _dlpack_view(array: Any, name: object, *, writable: bool, on_device: bool) -
         wanted = "device" if on_device else "host"
         raise TypeError(f"{name} ({_typename(array)}) is not in {wanted} memory, which this plane works on")
     dtype = _parsed(seen.dtype, name)
+    count = _count(seen.shape, dtype, name)
     # Strides there are in elements, which only matters for what is refused.
     if seen.strides is not None and not _contiguous(seen.shape, seen.strides, 1):
         raise ValueError(
@@ -236,7 +249,6 @@ def _dlpack_view(array: Any, name: object, *, writable: bool, on_device: bool) -
     readonly = seen.readonly or jax
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {seen.shape}, {dtype.label})")
-    count = math.prod(seen.shape)
     follow = (lambda stream: dlpack.follow(array, stream)) if on_device else None
     return ArrayView(_memory(seen.pointer, count, name), count, dtype, readonly, array, follow=follow)
 
