@@ -58,6 +58,7 @@ class _Registered:
 
     def __enter__(self) -> None:
         plane, handles = self._plane, []
+        plane.check_open("registered")
         plane.check_no_group("registered")
         views = [self._arguments.memory("registered", array) for array in self._arrays]
         try:

@@ -99,7 +99,7 @@ def test_registered_on_a_closed_communicator(comm: Communicator, arrays: Arrays,
     with block:
         WORLD.Barrier()
         getattr(comm, end)()
-    with pytest.raises(CommunicatorClosedError), block:
+    with pytest.raises(CommunicatorClosedError, match=rf"^rank {RANK}/{SIZE} on \S+: registered: "), block:
         pass
 
 
