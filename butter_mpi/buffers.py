@@ -15,6 +15,7 @@ from butter_mpi.enums import DType
 
 __all__ = [
     "ArrayView",
+    "Holder",
     "check_apart",
     "check_counts",
     "check_pair",
@@ -32,6 +33,11 @@ _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
 _LIBRARIES: dict[type, str] = {}
 _DTYPES: dict[Any, DType] = {}
 _MOST_KNOWN = 256
+_MOST_BYTES = 2**63 - 1
+
+
+class Holder:
+    """What holds an array as ``array``, and as a context manager gives it; operations do not take it itself."""
 
 
 @dataclass(slots=True)
@@ -91,7 +97,8 @@ def view(array: Any, name: object, *, writable: bool) -> ArrayView:
     interface = getattr(array, "__array_interface__", {})
     # A NumPy scalar shows the protocol too, over memory that is gone when this returns.
     if not isinstance(interface.get("data"), tuple) or not hasattr(array, "__setitem__"):
-        raise TypeError(f"{name} must be a NumPy array; got {_typename(array)} (numpy.asarray makes one)")
+        remedy = _inside(array) or "numpy.asarray makes one"
+        raise TypeError(f"{name} must be a NumPy array; got {_typename(array)} ({remedy})")
     if type(array).__module__.startswith("numpy.ma"):
         raise TypeError(f"{name} is a masked array, and operations know no masks; pass its data or its filled() copy")
     return _interface_view(array, interface, name, writable=writable)
@@ -101,7 +108,7 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, w
     """Return what the array protocol says of host or device memory."""
     dtype = _dtype(array, interface["typestr"], name)
     shape, strides, stream = interface["shape"], interface.get("strides"), interface.get("stream")
-    count = math.prod(shape)
+    count = _count(shape, dtype, name)
     if strides is not None and not _contiguous(shape, strides, dtype.itemsize):
         raise ValueError(
             f"{name} is not C-contiguous (shape {shape}, strides {strides} bytes); ascontiguousarray makes a copy"
@@ -114,6 +121,17 @@ def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, w
     if not count or not pointer or pointer.__class__ is not int:
         pointer = _memory(pointer, count, name)
     return ArrayView(pointer, count, dtype, readonly, array, stream)
+
+
+def _count(shape: tuple[int, ...], dtype: DType, name: object) -> int:
+    """Return the number of elements; what an array says of its shape is taken for true only where it can be."""
+    count = math.prod(shape)
+    if not 0 <= count * dtype.itemsize <= _MOST_BYTES or (len(shape) > 1 and min(shape) < 0):
+        raise ValueError(
+            f"{name} says of itself that its shape is {shape} of {dtype.label}; extents must be 0 or more, and all of "
+            "it at most 2**63 - 1 bytes. Look at what makes this array"
+        )
+    return count
 
 
 def _memory(pointer: int | None, count: int, name: object) -> int:
@@ -165,13 +183,19 @@ def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
     if interface is None:
         if hasattr(array, "__dlpack__") and not _shows(array):
             return _dlpack_view(array, name, writable=writable, on_device=True)
+        remedy = _inside(array)
         raise TypeError(
             f"{name} must be an array in device memory (CuPy, PyTorch, JAX, Numba), which this plane works on; got "
-            f"{_typename(array)}"
+            f"{_typename(array)}{remedy and f' ({remedy})'}"
         )
     if interface.get("mask") is not None:
         raise TypeError(f"{name} is a masked array, and operations know no masks; pass its data")
     return _interface_view(array, interface, name, writable=writable)
+
+
+def _inside(array: Any) -> str:
+    """Return how to come by the array of what only holds one."""
+    return "pass its .array, or what a with block gives" if isinstance(array, Holder) else ""
 
 
 def _shows(array: Any) -> bool:
@@ -216,6 +240,7 @@ def _dlpack_view(array: Any, name: object, *, writable: bool, on_device: bool) -
         wanted = "device" if on_device else "host"
         raise TypeError(f"{name} ({_typename(array)}) is not in {wanted} memory, which this plane works on")
     dtype = _parsed(seen.dtype, name)
+    count = _count(seen.shape, dtype, name)
     # Strides there are in elements, which only matters for what is refused.
     if seen.strides is not None and not _contiguous(seen.shape, seen.strides, 1):
         raise ValueError(
@@ -224,7 +249,6 @@ def _dlpack_view(array: Any, name: object, *, writable: bool, on_device: bool) -
     readonly = seen.readonly or jax
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {seen.shape}, {dtype.label})")
-    count = math.prod(seen.shape)
     follow = (lambda stream: dlpack.follow(array, stream)) if on_device else None
     return ArrayView(_memory(seen.pointer, count, name), count, dtype, readonly, array, follow=follow)
 

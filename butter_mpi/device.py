@@ -330,6 +330,11 @@ class Device:
         self.make_current()
         return int(self.call("cuMemAlloc", nbytes))
 
+    def memory_free(self) -> int:
+        """Return the bytes that nobody has, of any process (``cuMemGetInfo``)."""
+        self.make_current()
+        return int(self.call("cuMemGetInfo"))
+
     def free(self, pointer: int) -> None:
         """Free memory of :meth:`alloc` once all work is done (``cuMemFree``)."""
         self.make_current()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = ["DType", "PreMulSum", "ReduceOp", "parse_op"]
 
@@ -144,14 +145,14 @@ class PreMulSum:
 
     Parameters
     ----------
-    factor : int or float
-        This rank's factor, which other ranks need not share. It is converted to the element type, once; for a buffer
-        of integers it must be one of them.
+    factor : int or float, or one of NumPy's integers or floats
+        This rank's factor, which other ranks need not share; kept as Python's int or float of the same value. It is
+        converted to the element type, once; for a buffer of integers it must be one of them.
 
     Raises
     ------
     TypeError
-        `factor` is no real number.
+        `factor` is no real number, or has more digits than a float.
     """
 
     factor: int | float
@@ -159,8 +160,7 @@ class PreMulSum:
     nccl: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
-        if isinstance(self.factor, bool) or not isinstance(self.factor, int | float):
-            raise TypeError(f"factor of PreMulSum must be an int or a float; got {type(self.factor).__name__}")
+        object.__setattr__(self, "factor", _python_number(self.factor))
 
     # Operations are looked up by it: 0.0 and -0.0 are two factors, and what is no number is one.
     def __eq__(self, other: object) -> bool:
@@ -168,6 +168,21 @@ class PreMulSum:
 
     def __hash__(self) -> int:
         return hash(str(self.factor))
+
+
+def _python_number(factor: Any) -> int | float:
+    """Return a real number of Python or NumPy as Python's, of the same value."""
+    # NumPy is asked by what its numbers show: durations are Integral too, and fractions are Real.
+    kind = getattr(getattr(factor, "dtype", None), "kind", "") if isinstance(factor, numbers.Real) else ""
+    number = int(factor) if kind in ("i", "u") else float(factor) if kind == "f" else factor
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(
+            f"factor of PreMulSum must be an int or a float, of Python or NumPy; got {type(factor).__name__}: int() or "
+            "float() makes one of a real number"
+        )
+    if number != factor and factor == factor:
+        raise TypeError(f"factor of PreMulSum must be what a float can hold; got {factor!r}: float() rounds it")
+    return number
 
 
 def parse_op(value: ReduceOp | PreMulSum | str) -> ReduceOp | PreMulSum:

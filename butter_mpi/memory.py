@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from butter_mpi import dlpack
 from butter_mpi.arguments import Arguments
+from butter_mpi.buffers import Holder
 from butter_mpi.enums import DType
-from butter_mpi.errors import ButterError, text_of
+from butter_mpi.errors import ButterError, CUDAError, NCCLError, text_of
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.memory import numpy_dtype
@@ -27,6 +28,10 @@ __all__ = ["DeviceArray", "Memory", "Symmetric"]
 _LOG = logging.getLogger("butter_mpi")
 _MOST_BYTES = 2**48
 """What processes have addresses for."""
+_FREE_SOME = (
+    "Ask for less, or free what CuPy and PyTorch keep for later "
+    "(cupy.get_default_memory_pool().free_all_blocks(), torch.cuda.empty_cache())"
+)
 
 
 def _all_of(steps: Iterable[Callable[[], None]], error: BaseException | None) -> None:
@@ -53,6 +58,7 @@ class _Registered:
 
     def __enter__(self) -> None:
         plane, handles = self._plane, []
+        plane.check_open("registered")
         plane.check_no_group("registered")
         views = [self._arguments.memory("registered", array) for array in self._arrays]
         try:
@@ -120,7 +126,7 @@ class DeviceArray:
         return f"<{self._memory!r} on cuda:{self._ordinal}>"
 
 
-class Symmetric:
+class Symmetric(Holder):
     """Memory of ``Communicator.symmetric``, and its array; a context manager that gives the array and closes.
 
     Parameters
@@ -152,6 +158,8 @@ class Symmetric:
         failure: Exception | None = None
         try:
             self._pointer = plane.symmetric_alloc(nbytes)
+        except (NCCLError, CUDAError) as error:
+            failure = self._without_memory(error, nbytes)
         except (ButterError, MemoryError) as error:
             failure = error
         try:
@@ -160,6 +168,14 @@ class Symmetric:
         except BaseException as error:
             _all_of([self.close], error)
             raise
+
+    def _without_memory(self, error: NCCLError | CUDAError, nbytes: int) -> ButterError:
+        """Return an allocator's error with what was asked for; and what is free, where the device tells it."""
+        free, remedy = self._plane.device_memory_free(), ""
+        if free is not None:
+            remedy = f" ({free} bytes of device memory are free). {_FREE_SOME}"
+        text = f"{self._plane.who}: {self!r}: {nbytes} bytes cannot be had: {error.message}{remedy}"
+        return type(error)(text, **{name: getattr(error, name) for name in error.FACTS})
 
     def _agree(self, said: Sequence[str], failure: Exception | None) -> None:
         """Raise where a rank has no memory, on every rank."""

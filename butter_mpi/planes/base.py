@@ -171,6 +171,10 @@ class Plane(Submitting):
         """Allocate aligned memory."""
         return self._memory.alloc(nbytes)
 
+    def device_memory_free(self) -> int | None:
+        """Return the bytes of device memory that nobody has; ``None``: there is no device, or it does not say."""
+        return None
+
     def symmetric_free(self, ptr: int) -> None:
         """Free it once nothing that was submitted uses it."""
         self._memory.block(ptr)

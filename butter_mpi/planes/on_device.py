@@ -30,6 +30,13 @@ class OnDevice(Plane):
         assert self._device is not None, "the start takes the device"
         return self._device
 
+    def device_memory_free(self) -> int | None:
+        """Return the bytes of device memory that nobody has; ``None``: the device does not say."""
+        try:
+            return self.device.memory_free()
+        except CUDAError:
+            return None
+
     def check_stream(self, stream: int) -> int:
         """Return a stream of this device's primary context, not captured."""
         device = self._device

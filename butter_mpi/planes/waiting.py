@@ -9,7 +9,7 @@ from typing import Any
 from butter_mpi import errors
 from butter_mpi.collectives import describe
 from butter_mpi.control import Control, Pause, Watch, listen_everywhere
-from butter_mpi.sentinel.judging import told_by
+from butter_mpi.sentinel.judging import STAY, told_by
 
 __all__ = ["Waiting", "error_from", "farewells", "notice_of"]
 
@@ -179,8 +179,7 @@ class Waiting:
 
     def _lost(self, record: Mapping[str, Any], gone: Sequence[int]) -> errors.PeerLostError:
         return errors.PeerLostError(
-            f"{self.text(record)}: {farewells(self._control, gone)}. Every rank must submit the same operations before "
-            "one closes",
+            f"{self.text(record)}: {farewells(self._control, gone)}. {STAY}",
             **self.facts(record, gone),
         )
 

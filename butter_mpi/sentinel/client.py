@@ -19,7 +19,7 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _SPAWN_SECONDS = 10.0
 _SECRET_BYTES = 16
 _MADE = itertools.count()
 _OFF = "set watch='off' (BUTTER_MPI_WATCH=off) to run without one: lost ranks are then found at deadlines only"
+_APPENDABLE = "name a file that this user may write to, in a folder that exists"
 
 
 def node_key() -> str:
@@ -122,6 +123,7 @@ class Offer:
         # One rank of a node starts the watcher: one that can.
         self._unable = lacking.pop(STARTED_BY, "")
         self.failure = "; ".join(f"{what}: {reason}" for what, reason in lacking.items() if reason)
+        self.unwritable = "" if watch == "off" else _unwritable(file)
         if watch == "off" or self.failure:
             return
         try:
@@ -134,14 +136,13 @@ class Offer:
             self.said = memory_file("butter_mpi-watcher-stderr")
             self._ends.callback(os.close, self.said)
             self._node = node_key()
-            _check_appendable(file)
         except OSError as error:
             self.failure, self._node = why(error), ""
 
     def payload(self) -> bytes:
         """Return what every rank must know."""
         facts = {"node": self._node, "secret": self.secret, "pid": os.getpid(), "said": self.said}
-        more = {"watch": self.watch, "failure": self.failure, "unable": self._unable}
+        more = {"watch": self.watch, "failure": self.failure, "unable": self._unable, "unwritable": self.unwritable}
         return json.dumps({**facts, **more}).encode()
 
     def taken(self) -> Recorder:
@@ -170,10 +171,18 @@ def _said_by(leader: Mapping[str, Any]) -> int | None:
     return None
 
 
+def _unwritable(file: str) -> str:
+    """Return why a file cannot be appended to, empty where it can."""
+    try:
+        if file:
+            _check_appendable(file)
+    except OSError as error:
+        return why(error)
+    return ""
+
+
 def _check_appendable(file: str) -> None:
     """Raise ``OSError`` where a file cannot be appended to; it is not made here: where nothing breaks there is none."""
-    if not file:
-        return
     path = Path(file).absolute()
     if path.exists():
         if not path.is_file():
@@ -183,6 +192,20 @@ def _check_appendable(file: str) -> None:
         raise OSError(errno.ENOENT, "no such folder", str(path.parent))
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         raise OSError(errno.EACCES, "not a folder to write to", str(path.parent))
+
+
+def _refusal(offers: Sequence[Mapping[str, Any]], leaders: Mapping[str, int]) -> str:
+    """Return why there can be no watcher on some node, with the remedy; empty: there can be."""
+
+    def reasons(what: str, ranks: Iterable[int]) -> str:
+        return "; ".join(f"rank {number}: {offers[number][what]}" for number in ranks if offers[number][what])
+
+    every = range(len(offers))
+    if lacking := reasons("failure", every) or reasons("unable", leaders.values()):
+        return f"no watcher can be set up ({lacking}); {_OFF}"
+    if unwritable := reasons("unwritable", every):
+        return f"verdict_file (BUTTER_MPI_VERDICT_FILE) cannot be appended to ({unwritable}); {_APPENDABLE}"
+    return ""
 
 
 def _address(secret: str) -> str:
@@ -244,15 +267,10 @@ class Sentinel:
         self._starter: subprocess.Popen[bytes] | None = None
         self.gone: dict[int, str] = {}
         self.lost = False
-        failed = [(number, one["failure"]) for number, one in enumerate(offers) if one["failure"]]
         leaders = _leaders(offers)
-        failed = failed or [
-            (number, offers[number]["unable"]) for number in leaders.values() if offers[number]["unable"]
-        ]
-        if failed:
+        if refusal := _refusal(offers, leaders):
             offer.close()
-            reasons = "; ".join(f"rank {number}: {why}" for number, why in failed)
-            raise StartError(f"{who}: start: no watcher can be set up ({reasons}); {_OFF}", phase="watcher")
+            raise StartError(f"{who}: start: {refusal}", phase="watcher")
         here = {number: one["pid"] for number, one in enumerate(offers) if one["node"] == offers[rank]["node"]}
         leader = leaders[offers[rank]["node"]]
         try:

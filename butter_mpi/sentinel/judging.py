@@ -13,6 +13,7 @@ from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.recorder import PAIRS, Entry, Reader
 
 __all__ = [
+    "STAY",
     "Late",
     "Pairs",
     "Verdict",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 FIRST_WARNING = 5.0
+STAY = "Every rank must submit the same operations before one closes"
+"""What to do where a rank closed before others had what they waited for."""
 
 
 @dataclass(frozen=True)

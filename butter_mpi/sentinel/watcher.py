@@ -30,6 +30,7 @@ from butter_mpi.segments import unlink_mapped
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.judging import (
+    STAY,
     Late,
     Pairs,
     Verdict,
@@ -429,9 +430,12 @@ class Watcher:
     def _judge_late(self, waiting: Waiting) -> None:
         left = tuple(number for number in waiting.absent if self._ranks[number].closed)
         if left and waiting.seconds >= _LEFT_GRACE:
-            self._judge(self._overdue("PeerLostError", waiting, left, ", closed before it"))
+            self._judge(self._unanswered("PeerLostError", waiting, left, f"{self._farewells(left)}. {STAY}"))
         elif waiting.over:
-            self._judge(self._overdue("CollectiveTimeoutError", waiting, waiting.absent))
+            bound = f"{waiting.entry.bound:g} s" if waiting.entry.bound else "none"
+            late = f"no answer within {waiting.seconds:.1f} s (collective deadline: {bound}) from"
+            said = f"{late} {self._positions(waiting.absent)}"
+            self._judge(self._unanswered("CollectiveTimeoutError", waiting, waiting.absent, said))
         elif waiting.warn:
             text = f"{waiting.entry.text()}: has waited {waiting.seconds:.0f} s for {self._positions(waiting.absent)}"
             for rank in self._ranks.values():
@@ -441,14 +445,19 @@ class Watcher:
     def _positions(self, numbers: Sequence[int]) -> str:
         return "; ".join(f"{self._who(self._ranks[number])}, {self._ranks[number].last()}" for number in numbers)
 
-    def _overdue(self, error: str, waiting: Waiting, absent: tuple[int, ...], more: str = "") -> Verdict:
+    def _farewells(self, numbers: Sequence[int]) -> str:
+        newest = {number: self._ranks[number].newest(1) or ["no operation"] for number in numbers}
+        return "; ".join(
+            f"{self._who(self._ranks[number])} closed its communicator after {entry}"
+            for number, (entry,) in newest.items()
+        )
+
+    def _unanswered(self, error: str, waiting: Waiting, absent: tuple[int, ...], said: str) -> Verdict:
         entry = waiting.entry
-        bound = f"{entry.bound:g} s" if entry.bound else "none"
         return Verdict(
             error,
             absent,
-            f"{entry.text()}: no answer within {waiting.seconds:.1f} s (collective deadline: {bound}) from "
-            f"{self._positions(absent)}{more}",
+            f"{entry.text()}: {said}",
             n=entry.number,
             operation=entry.kind,
             elapsed=waiting.seconds,

@@ -7,12 +7,14 @@ import itertools
 import os
 import re
 import shlex
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from butter_mpi import errors
+from butter_mpi.cuda import pick_device
 from butter_mpi.environment import DIGEST_VARIABLE, LIBRARY_VARIABLE
 from butter_mpi.policy import POLICY
 from butter_mpi.settings import Settings
@@ -128,6 +130,24 @@ def test_every_error_is_documented_with_its_facts(name: str) -> None:
 def test_no_section_is_about_an_error_that_is_not_there() -> None:
     """The page has a section for nothing else."""
     assert set(re.findall(r"^### (\w+)$", ERRORS, re.MULTILINE)) == set(errors.__all__)
+
+
+def test_devices_that_are_missing_are_told_as_the_page_on_slurm_says() -> None:
+    """The page quotes what a rank without a device says, of numbers with which it can say it."""
+    page = (ROOT / "docs/howto/run_on_slurm.md").read_text()
+    (quoted,) = re.findall(r"`(local rank (\d+) has no device: (\d+) visible)`", page)
+    text, local_rank, visible = quoted
+    with pytest.raises(errors.CUDAError, match=text):
+        pick_device(int(local_rank), [{}] * int(visible))
+
+
+def test_the_readme_tells_what_gpus_need() -> None:
+    """Each extra that brings a NCCL, and the library that the program for GPUs imports, which no extra brings."""
+    readme = (ROOT / "README.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    bring = [extra for extra, packages in extras.items() if any("nvidia-nccl" in package for package in packages)]
+    assert bring and all(f"`{extra}`" in readme for extra in bring)
+    assert "import cupy" in readme and "pip install cupy-cuda" in readme
 
 
 def test_the_readme_is_short() -> None:

@@ -616,13 +616,16 @@ else:
 
 @pytest.mark.parametrize("name", ["none/v.json", "a folder"])
 def test_verdict_file_that_cannot_be_written(name: str, tmp_path: Path) -> None:
-    """A file that could not be written when something breaks is refused in the start, on every rank."""
+    """A file that could not be written when something breaks is refused in the start by name, on every rank."""
     (tmp_path / "a folder").mkdir()
     program = "start()\n"
     result = run_job(2, HEAD + program, env={"BUTTER_MPI_VERDICT_FILE": str(tmp_path / name)}, timeout=30)
     assert result.rc != 0, result.text
+    reason = "none: no such folder" if name.startswith("none") else "a folder: no regular file"
     for err in result.rank_err:
-        assert "StartError" in err and str(tmp_path) in err and "no watcher can be set up" in err, result.text
+        assert "start: verdict_file (BUTTER_MPI_VERDICT_FILE) cannot be appended to" in err, result.text
+        assert all(f"rank {rank}: {tmp_path}/{reason}" in err for rank in range(2)), result.text
+        assert "name a file that this user may write to, in a folder that exists" in err, result.text
 
 
 def test_watcher_that_was_stopped_and_goes_on_accuses_nobody(tmp_path: Path) -> None:

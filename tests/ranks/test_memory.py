@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +99,7 @@ def test_registered_on_a_closed_communicator(comm: Communicator, arrays: Arrays,
     with block:
         WORLD.Barrier()
         getattr(comm, end)()
-    with pytest.raises(CommunicatorClosedError), block:
+    with pytest.raises(CommunicatorClosedError, match=rf"^rank {RANK}/{SIZE} on \S+: registered: "), block:
         pass
 
 
@@ -151,6 +152,8 @@ def test_symmetric_array_after_its_end(comm: Communicator, arrays: Arrays) -> No
     text = rf"^rank {RANK}/{SIZE} .*: symmetric array \(4,\) of float32 was closed, and its memory is freed"
     with pytest.raises(ValueError, match=text):
         _ = memory.array
+    with pytest.raises(TypeError, match=r"Symmetric \(pass its \.array, or what a with block gives\)"):
+        comm.all_reduce(memory, stream=arrays.stream)
     if arrays.device is None:
         assert (x == RANK + 1).all()
         return
@@ -201,6 +204,18 @@ def test_one_rank_without_memory(
     x = arrays(np.full(4, RANK + 1))
     comm.all_reduce(x, stream=arrays.stream)
     assert (arrays.get(x) == TOTAL).all()
+
+
+def test_more_memory_than_there_is(comm: Communicator, plane: Any) -> None:
+    """Every rank is told what was asked for; and on a device how much is free, and what to do, where it failed too."""
+    with pytest.raises(ButterError) as caught:
+        comm.symmetric((2**37, 128), np.float64)
+    text = str(caught.value)
+    assert text.startswith(f"rank {RANK}/{SIZE} on ") and "symmetric array (137438953472, 128) of float64: " in text
+    if plane.on_device:
+        assert f"{2**47} bytes cannot be had: " in text and "MemAlloc failed" in text, text
+        assert re.search(r"\(\d+ bytes of device memory are free\)\. Ask for less, or free what CuPy", text), text
+    assert not plane._memory._blocks and comm.is_healthy()
 
 
 @needs_ranks

@@ -116,6 +116,9 @@ def test_one_code_of_several_types() -> None:
         ({"strides": (8,)}, ValueError, "not C-contiguous"),
         ({"data": (4096, True)}, ValueError, "x is read-only"),
         ({"mask": object()}, TypeError, "masked"),
+        ({"shape": (-3,)}, ValueError, r"x says of itself that its shape is \(-3,\) of float32; extents must"),
+        ({"shape": (-2, -2)}, ValueError, r"its shape is \(-2, -2\)"),
+        ({"shape": (2**61,)}, ValueError, r"all of it at most 2\*\*63 - 1 bytes"),
     ],
 )
 def test_device_arrays_that_are_refused(interface: dict[str, object], error: type[Exception], text: str) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 
 from butter_mpi.collectives import Operation, call_site, carried, check_plan, describe, signature
@@ -134,3 +139,34 @@ def test_plan_of_another_kind_is_refused_by_name(plan: object) -> None:
         TypeError, match=r"^plan must be a mapping with the keys operation, count, dtype, op, root; got "
     ):
         check_plan(plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [np.int8(-2), np.uint64(2**64 - 1), np.float16(0.1), np.float32(0.1), np.float64(0.1), np.longdouble(0.5)],
+    ids=lambda factor: factor.dtype.name,
+)
+def test_factors_of_numpy(factor: Any) -> None:
+    """NumPy's real numbers are factors, each of its own value exactly, as a number of Python."""
+    found = PreMulSum(factor).factor
+    assert type(found) in (int, float) and found == factor
+    no_number: Any = np.float32("nan")
+    assert np.isnan(PreMulSum(no_number).factor)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        *(
+            (wrong, "int() or float() makes one")
+            for wrong in (True, np.True_, "2", 2j, np.complex64(2), Fraction(1, 2))
+        ),
+        *((wrong, "int() or float() makes one") for wrong in (np.ones(()), np.timedelta64(2, "ns"), None)),
+        (np.nextafter(np.longdouble(1), np.longdouble(2)), "float() rounds it"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_factor(factor: Any, said: str) -> None:
+    """Anything else is refused, with what to do."""
+    with pytest.raises(TypeError, match=re.escape(said)):
+        PreMulSum(factor)

@@ -60,8 +60,10 @@ def test_types(kind: Any, dtype: DType) -> None:
         (Exporter(4096, (2,), FLOAT32, device=(1, 0)), TypeError, "is not in device memory"),
         (Exporter(4096, (2,), FLOAT32, device=(10, 0)), TypeError, "device is of DLPack's kind 10, neither host nor"),
         (Exporter(0, (2,), FLOAT32), ValueError, "x has 2 elements and no memory; it was freed"),
+        (Exporter(4096, (-3,), FLOAT32), ValueError, r"its shape is \(-3,\) of float32; extents must be 0 or more"),
+        (Exporter(4096, (2**31, 2**30), FLOAT32), ValueError, r"at most 2\*\*63 - 1 bytes"),
     ],
-    ids=["strides", "read-only", "bits", "kind", "host", "another device", "freed"],
+    ids=["strides", "read-only", "bits", "kind", "host", "another device", "freed", "negative", "too large"],
 )
 def test_refusals(array: Exporter, error: type[Exception], text: str) -> None:
     """What is no plain array of this memory is refused by name."""

@@ -21,9 +21,9 @@ from butter_mpi.sentinel.needs import STARTED_BY, needs
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def start() -> None:
+def start(file: str = "") -> None:
     """Start a rank alone with its watcher, and leave again."""
-    offer = Offer("on", 10)
+    offer = Offer("on", 10, file)
     alone = Descent.of_init("init", 1)
     said = [json.loads(offer.payload())]
     one = Sentinel(offer, said, 0, descent=alone, start_deadline=20, frozen=True, file="")
@@ -65,6 +65,15 @@ def test_what_is_missing_is_told(
     with pytest.raises(StartError) as told:
         start()
     assert reason in str(told.value) and "watch='off'" in str(told.value)
+
+
+def test_verdict_file_in_a_folder_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The setting is named, and the remedy is another file: the watcher itself can run."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(StartError) as told:
+        start(str(tmp_path / "v.json"))
+    said = f"cannot be appended to (rank 0: {tmp_path}: not a folder to write to); name a file"
+    assert f"verdict_file (BUTTER_MPI_VERDICT_FILE) {said}" in str(told.value) and "watch='off'" not in str(told.value)
 
 
 def test_package_in_a_zip_file(tmp_path: Path) -> None:
