@@ -337,7 +337,7 @@ def test_error_while_waiting(command: str) -> None:
 
 
 def test_error_while_every_rank_waits_for_its_stream() -> None:
-    """NCCL fails in the background of one rank, and no thread asks this library: the waits end, and all ranks say why."""
+    """NCCL fails in the background of one rank, and no thread asks here: the waits end, and all ranks say why."""
     program = """
 x = memory.put(np.ones(1000, np.float32))
 plane.all_reduce(x, 4000, dtype=DType.FLOAT32)
