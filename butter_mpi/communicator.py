@@ -464,6 +464,8 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         ------
         CollectiveTimeoutError
             Not every rank came within the start deadline; no second attempt is possible.
+        PeerLostError
+            A rank has died or left, or is stopped. Where a stopped one runs again, another attempt of all succeeds.
         CommunicatorClosedError
             It was closed or aborted.
         ValueError

@@ -16,6 +16,7 @@ from typing import Any
 
 __all__ = [
     "Control",
+    "Duplicate",
     "Overdue",
     "Pause",
     "Ticket",
@@ -197,18 +198,37 @@ def wait(ticket: Ticket, watch: Watch, phase: str, look: Callable[[], None] = la
         raise Overdue(phase, watch.elapsed)
 
 
-def duplicate(comm: Any, mpi: Any, watch: Watch, look: Callable[[], None] = lambda: None) -> Any:
-    """Return a duplicate of `comm` (``MPI_Comm_idup``, polled); its errors are returned, not fatal."""
-    twins: list[Any] = []
+class Duplicate:
+    """A duplicate of a communicator that is being made (``MPI_Comm_idup``, polled).
 
-    def begin() -> Any:
-        twin, request = comm.Idup()
-        twins.append(twin)
+    Parameters
+    ----------
+    comm : mpi4py communicator
+        Of which.
+    mpi : module
+        ``mpi4py.MPI``.
+    """
+
+    def __init__(self, comm: Any, mpi: Any) -> None:
+        self.comm, self._mpi = comm, mpi
+        self._twins: list[Any] = []
+        self._ticket = Ticket(self._twins).start(self._begin)
+
+    def _begin(self) -> Any:
+        twin, request = self.comm.Idup()
+        self._twins.append(twin)
         return request
 
-    wait(Ticket(twins).start(begin), watch, "duplicating the communicator", look)
-    twins[0].Set_errhandler(mpi.ERRORS_RETURN)
-    return twins[0]
+    def wait(self, watch: Watch, look: Callable[[], None] = lambda: None) -> Any:
+        """Return it, whose errors are returned, not fatal; a wait that was given up may be taken up again."""
+        wait(self._ticket, watch, "duplicating the communicator", look)
+        self._twins[0].Set_errhandler(self._mpi.ERRORS_RETURN)
+        return self._twins[0]
+
+
+def duplicate(comm: Any, mpi: Any, watch: Watch, look: Callable[[], None] = lambda: None) -> Any:
+    """Return a duplicate of `comm`; its errors are returned, not fatal."""
+    return Duplicate(comm, mpi).wait(watch, look)
 
 
 def _packed(kind: str, body: dict[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from butter_mpi.collectives import call_site, control_signature
-from butter_mpi.control import Control, Overdue, Pause, Ticket, Watch, duplicate
+from butter_mpi.control import Control, Duplicate, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.detached import Detached
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.lane import LANE
@@ -78,6 +78,7 @@ class PeerPlane(Plane):
         **options: Any,
     ) -> None:
         self._control, self._data, self._reserve = comms
+        self._begun: Duplicate | None = None
         self._sentinel, self._on_verdict = sentinel, on_verdict
         self._untold = self._verdict_heard = False
         self._mpi, self._start_deadline = mpi, start_deadline
@@ -345,13 +346,11 @@ class PeerPlane(Plane):
 
     def _reconnect(self) -> None:
         self._refuse_unwatched()
-        if self._reserve is None:
-            raise CommunicatorBrokenError(f"{self.who}: attempt_reconnect: an earlier one failed; only a new job helps")
-        reserve, self._reserve = self._reserve, None
+        first = self._first_step()
         watch = Watch(self._start_deadline)
         try:
-            control = Control(duplicate(reserve, self._mpi, watch, self._everybody_there), self._mpi)
-            data = duplicate(reserve, self._mpi, watch, self._everybody_there)
+            control = Control(self._come_together(first, watch), self._mpi)
+            data = duplicate(first.comm, self._mpi, watch, self._everybody_there)
             own = struct.pack("<qq", self.sequence, max(self._pairs.values(), default=0))
             every = control.all_gather(own, watch, "agreeing on the sequence", self._everybody_there)
         except Overdue as error:
@@ -365,13 +364,39 @@ class PeerPlane(Plane):
         self._retire("moved on", {})
         control.where = _whereabouts
         numbers = [struct.unpack("<qq", x) for x in every]
-        self._control, self._data, self._reserve = control, data, reserve
+        self._control, self._data, self._reserve = control, data, first.comm
         self.sequence = max(sequence for sequence, _ in numbers)
         self._pairs.clear()
         self._pairs_from = max(pair for _, pair in numbers)
         self._verdict_heard = self._untold = False
         if self._sentinel is not None:
             self._sentinel.resume(self.sequence, self._pairs_from)
+
+    def _first_step(self) -> Duplicate:
+        """Return the step that waits for every rank to come: a new one, or that which an earlier attempt began."""
+        begun, reserve, self._begun, self._reserve = self._begun, self._reserve, None, None
+        if begun is None and reserve is None:
+            raise CommunicatorBrokenError(f"{self.who}: attempt_reconnect: an earlier one failed; only a new job helps")
+        return begun or Duplicate(reserve, self._mpi)
+
+    def _come_together(self, first: Duplicate, watch: Watch) -> Any:
+        """Return the new control communicator, once every rank has come.
+
+        Nobody goes on without one that has not: where it was stopped, and runs again, another attempt meets it there.
+        """
+        try:
+            self._await_continued(watch)
+            return first.wait(watch, self._everybody_there)
+        except PeerLostError:
+            self._begun = first
+            raise
+
+    def _await_continued(self, watch: Watch) -> None:
+        """Leave the watcher the time to see that ranks which were stopped run again."""
+        grace, pause = Watch(_GRACE), Pause()
+        while self._sentinel is not None and self._sentinel.stopped and not grace.tick():
+            watch.tick()
+            pause()
 
     def _refuse_unwatched(self) -> None:
         if self._sentinel is not None and self._sentinel.lost:
@@ -381,7 +406,7 @@ class PeerPlane(Plane):
             )
 
     def _everybody_there(self) -> None:
-        """Raise where a rank is gone for good: nobody can reconnect without it, nor without a watcher."""
+        """Raise where a rank is gone for good or stopped: nobody can reconnect without it, nor without a watcher."""
         self._refuse_unwatched()
         self._control.pump()
         if not self._control.left and not self._lost():
@@ -402,7 +427,7 @@ class PeerPlane(Plane):
         )
 
     def _lost(self) -> dict[int, str]:
-        """Return the ranks that died, as the watcher saw, or ended by a failure, as they said; each with the reason."""
-        dead = {} if self._sentinel is None else self._sentinel.gone
+        """Return the ranks that died or are stopped, as the watcher saw, or failed, as they said; each with why."""
+        seen = {} if self._sentinel is None else {**self._sentinel.stopped, **self._sentinel.gone}
         # What a rank said itself before its end says more.
-        return {**dead, **{rank: str(body["text"]) for rank, body in self._control.gone.items()}}
+        return {**seen, **{rank: str(body["text"]) for rank, body in self._control.gone.items()}}

@@ -265,7 +265,9 @@ class Sentinel:
         self._over: Callable[[], bool] = lambda: False
         self._watcher = 0
         self._starter: subprocess.Popen[bytes] | None = None
+        # The others that have died, and those that are stopped now: each with what the watcher says of it.
         self.gone: dict[int, str] = {}
+        self.stopped: dict[int, str] = {}
         self.lost = False
         leaders = _leaders(offers)
         if refusal := _refusal(offers, leaders):
@@ -386,7 +388,7 @@ class Sentinel:
         notice = self._notices.get(self._epoch)
         # What a rank that failed says of itself comes over MPI too, and it waits there with the others.
         told = notice is not None and notice["error"] != _FAILED
-        texts = [*([notice["text"]] if notice and told else []), *self.gone.values()]
+        texts = [*([notice["text"]] if notice and told else []), *self.gone.values(), *self.stopped.values()]
         if texts:
             remedy = f"; {_OFF}" if self.lost else ""
             raise StartError(f"{self._who}: start: {texts[0]}{remedy}", phase=WATCHED)
@@ -483,6 +485,10 @@ class Sentinel:
             self._take(message["notice"], message["epoch"])
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["text"]
+        elif message["kind"] == "stopped":
+            self.stopped[message["rank"]] = message["text"]
+        elif message["kind"] == "running":
+            self.stopped.pop(message["rank"], None)
         elif message["kind"] == "warning":
             _LOG.warning("%s: %s", self._who, message["text"])
 
@@ -547,6 +553,8 @@ class Sentinel:
         """Go on after a failure that all ranks survived, from the numbers that they agreed on."""
         with self._lock:
             self._epoch += 1
+        # Every rank has come: who is stopped from now on is told as what breaks this epoch.
+        self.stopped.clear()
         self.recorder.begin_at(sequence)
         messages.send(self._socket, "resume", sequence=sequence, pairs=pairs, epoch=self._epoch)
 

@@ -32,6 +32,8 @@ FIELDS: dict[str, dict[str, type]] = {
     "ready": {"pid": int},
     "notice": {"notice": dict, "epoch": int},
     "gone": {"rank": int, "text": str},
+    "stopped": {"rank": int, "text": str},
+    "running": {"rank": int},
     "warning": {"text": str},
 }
 

@@ -54,7 +54,9 @@ class Rank:
         self.death: Verdict | None = None
         # Seconds that another one has waited for it in MPI_Finalize since it was gone.
         self.missed = 0.0
+        # Seconds that it is stopped by now; and what the others were told of that, until it runs again.
         self.stopped: float | None = None
+        self.stop: Verdict | None = None
         self.epoch = 0
         self.ran = False
         self._cpu = 0

@@ -162,6 +162,8 @@ class Watcher:
         for other in self._ranks.values():
             if other.death is not None:
                 rank.tell("gone", rank=other.number, text=other.death.text)
+            elif other.stop is not None:
+                rank.tell("stopped", rank=other.number, text=other.stop.text)
 
     def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
         if message["kind"] != "hello" or message["secret"] != self._config["secret"] or not fds:
@@ -324,6 +326,11 @@ class Watcher:
         for rank in self._ranks.values():
             rank.tell(kind, **fields)
 
+    def _tell_others(self, about: Rank, kind: str, **fields: Any) -> None:
+        for rank in self._ranks.values():
+            if rank is not about:
+                rank.tell(kind, **fields)
+
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def _look(self, passed: float) -> None:
@@ -351,13 +358,28 @@ class Watcher:
         for rank in living:
             # Whoever is stopped and continued again and again runs, though slowly.
             if states[rank.number] != "stopped" or rank.ran:
-                rank.stopped = None
+                self._runs(rank)
                 continue
             # The first look does not count: it may have been stopped just before.
             rank.stopped = 0.0 if rank.stopped is None else rank.stopped + passed
             # For one that has closed nobody waits before MPI_Finalize.
             if self._frozen(rank) and (not rank.closed or self._waiting):
-                self._judge(self._blame(rank, f"has been stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s"))
+                self._halt(rank)
+
+    def _halt(self, rank: Rank) -> None:
+        """Tell of a stop; also where another cause was told before, as nobody can reconnect meanwhile."""
+        stop = self._blame(rank, f"has been stopped (SIGSTOP or SIGTSTP) for {rank.stopped:.1f} s")
+        self._judge(stop)
+        if rank.stop is None:
+            rank.stop = stop
+            self._tell_others(rank, "stopped", rank=rank.number, text=stop.text)
+
+    def _runs(self, rank: Rank) -> None:
+        """Take back what was told of its stop."""
+        rank.stopped = None
+        if rank.stop is not None:
+            rank.stop = None
+            self._tell_others(rank, "running", rank=rank.number)
 
     def _frozen(self, rank: Rank) -> bool:
         return rank.stopped is not None and rank.stopped >= _FROZEN and bool(self._config["frozen"])

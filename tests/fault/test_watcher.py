@@ -526,6 +526,52 @@ except butter_mpi.CommunicatorBrokenError as error:
         assert when - at <= 5, (when - at, result.text)
 
 
+def test_stop_after_a_failure_that_all_survived() -> None:
+    """A stopped rank ends the reconnects of the others, by name, until it runs again: then one with it succeeds.
+
+    At first the stop itself is what breaks: whoever reconnects as soon as all run again is not refused for it.
+    """
+    program = """
+def stop():
+    say(f"fault {time.monotonic()} ."); os.kill(os.getpid(), signal.SIGSTOP)
+comm = start(start_deadline=12); comm.barrier()
+try:
+    if RANK == 1: stop()
+    comm.barrier()
+except butter_mpi.PeerLostError as error:
+    raised(error)
+MPI.COMM_WORLD.Barrier()  # at once when the stopped one runs
+comm.attempt_reconnect(); comm.barrier(); say("again .")
+try:
+    comm.all_reduce(np.zeros(3 + RANK))
+except butter_mpi.CollectiveMismatchError:
+    pass
+if RANK == 1: stop()
+while not comm.is_healthy():
+    try:
+        comm.attempt_reconnect()
+    except butter_mpi.PeerLostError as error:
+        raised(error)
+comm.barrier(); comm.close(); say("done")
+"""
+    with start_job(3, HEAD + program, **RECOVERY, timeout=40) as job:
+        for rank in (0, 2):
+            raised(job, rank)
+        job.signal(1, signal.SIGCONT)
+        job.wait_for("again .", 1)
+        for rank in (0, 2):
+            job.wait_for("attempt_reconnect: rank 1/3 on ", rank)
+        job.signal(1, signal.SIGCONT)
+        result = job.wait()
+    at = float(result.rank_out[1].split("fault ")[2].split()[0])
+    for out in (result.rank_out[0], result.rank_out[2]):
+        when, text = out.split("again .\nraised ", 1)[1].splitlines()[0].split(" ", 1)
+        assert "attempt_reconnect: rank 1/3 on" in text, result.text
+        assert "has been stopped (SIGSTOP or SIGTSTP) for 4." in text, result.text
+        assert _FROZEN[0] <= float(when) - at <= _FROZEN[1], (float(when) - at, result.text)
+    assert result.rc == 0 and all(out.endswith("done\n") for out in result.rank_out), result.text
+
+
 # -- after the close ---------------------------------------------------------------------------------------------------
 
 

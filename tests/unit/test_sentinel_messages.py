@@ -27,6 +27,8 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "ready", "pid": 12},
     {"kind": "notice", "notice": NOTICE, "epoch": 0},
     {"kind": "gone", "rank": 2, "text": "rank 2 was killed"},
+    {"kind": "stopped", "rank": 2, "text": "rank 2 has been stopped"},
+    {"kind": "running", "rank": 2},
     {"kind": "warning", "text": "late"},
 ]
 

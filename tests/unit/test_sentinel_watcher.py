@@ -391,6 +391,34 @@ def test_death_after_another_failure_is_told(node: Callable[..., Node]) -> None:
     assert again["epoch"] == 1 and again["notice"]["lost"] == [2], again
 
 
+def test_stop_after_another_failure_is_told_and_taken_back(node: Callable[..., Node]) -> None:
+    """A stop of 4 s is told to the others though another cause came first, also to one that comes later; then its end.
+
+    What is told next about the rank that was stopped, and to it, is its death: nothing more of the stop.
+    """
+    one = node(0, 1, 2)
+    fakes = [one.fake(rank) for rank in range(2)]
+    said = Verdict("CommunicatorBrokenError", (), "it broke").notice()
+    told(fakes[1], f"messages.send(sock, 'broken', notice={said!r}, epoch=0)")
+    assert heard(fakes[0])["notice"]["text"] == "it broke"
+    fakes[1].send_signal(signal.SIGSTOP)
+    stopped = heard(fakes[0])
+    assert stopped["kind"] == "stopped" and stopped["rank"] == 1, stopped
+    text = f"rank 1/8 on n01 (process {fakes[1].pid}) has been stopped (SIGSTOP or SIGTSTP) for 4."
+    assert stopped["text"].startswith(text) and "app/rank1.py:5" in stopped["text"], stopped
+    late = one.fake(2)
+    assert {heard(late)["kind"] for _ in range(3)} == {"ready", "notice", "stopped"}
+    fakes[1].send_signal(signal.SIGCONT)
+    assert heard(fakes[0])["kind"] == "ready"
+    for fake in (fakes[0], late):
+        assert heard(fake) == {"kind": "running", "rank": 1}
+    assert heard(fakes[1])["kind"] == "ready"
+    told(fakes[0], "messages.send(sock, 'resume', sequence=1, pairs=0, epoch=1)")
+    late.kill()
+    notices = [heard(fake) for fake in fakes[:2]]
+    assert [(each["kind"], each["notice"]["lost"]) for each in notices] == [("notice", [2])] * 2, notices
+
+
 # -- after the close ---------------------------------------------------------------------------------------------------
 
 
