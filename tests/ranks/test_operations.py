@@ -226,7 +226,7 @@ def test_refusals_poison_nothing(comm: Communicator, arrays: Arrays) -> None:
         with pytest.raises(kind, match=text) as caught:
             call()
         assert str(caught.value).startswith(f"rank {RANK}/{SIZE}") and comm.sequence == 0, text
-    with pytest.raises(TypeError, match="factor of PreMulSum must be an int or a float; got str"):
+    with pytest.raises(TypeError, match="factor of PreMulSum must be an int or a float, of Python or NumPy; got str"):
         PreMulSum("2")  # type: ignore[arg-type]
     total = arrays(np.ones(2))
     comm.all_reduce(total)
