@@ -99,6 +99,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._closing: Detached | None = None
         self._hopeless: CommunicatorBrokenError | None = None
         self._failing: Watch | None = None
+        self._asking = Inside()
 
     def _open(self) -> None:
         """Take the device, and make what every operation needs."""
@@ -260,7 +261,8 @@ class NcclLife(OnDevice, PeerPlane):
         if self.health.cause is not None or self.health.closed:
             return None
         try:
-            self._ask_nccl()
+            with self._asking:
+                self._ask_nccl()
         except NCCLError as error:
             self._failing = self._failing or Watch(_FIRST_SAY)
             if self._failing.tick():
@@ -314,8 +316,8 @@ class NcclLife(OnDevice, PeerPlane):
 
     def _destroy(self, comm: int, registered: Sequence[GivenBack]) -> None:
         """End a healthy communicator, which waits for its work."""
-        # The thread that listens to the watcher may be asking it.
-        self._inside.wait_until_none()
+        # A call that never came back stays inside for ever; only the thread that listens is soon out.
+        self._asking.wait_until_none()
         self.device.make_current()
         pause = Pause()
         # A stream that was given may be gone by now.
