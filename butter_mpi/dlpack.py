@@ -184,9 +184,9 @@ def show(pointer: int, shape: tuple[int, ...], dtype: str, ordinal: int, owner: 
 
 
 def _code(dtype: str) -> tuple[int, int]:
-    """Return the kind and the bits of an element type."""
-    whole = {"bool": (6, 8), "float8_e4m3fn": (10, 8), "float8_e5m2": (12, 8)}
-    if dtype in whole:
-        return whole[dtype]
+    """Return the kind and the bits of an element type: a name that is a kind's whole is of 8 bits."""
+    codes = {name: code for code, name in _KINDS.items()}
+    if dtype in codes:
+        return codes[dtype], 8
     kind = dtype.rstrip("0123456789")
-    return next(code for code, name in _KINDS.items() if name == kind), int(dtype[len(kind) :])
+    return codes[kind], int(dtype[len(kind) :])
