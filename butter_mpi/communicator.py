@@ -482,8 +482,8 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         """End the communicator: peers that still count on this rank are told that it left.
 
         A second time, after ``abort`` or after ``MPI.Finalize`` it does nothing. It waits for nobody, but on the nccl
-        plane up to 2 s for work under way, and for the peers to close where the library's ``ncclCommDestroy`` does (from
-        2.31.2 on); what is not done then goes on by itself. If a peer gave up, it ends by ``ncclCommAbort``.
+        plane up to 2 s for work under way, and for the peers to close where the library's ``ncclCommDestroy`` does
+        (from 2.31.2 on); what is not done then goes on by itself. If a peer gave up, it ends by ``ncclCommAbort``.
         """
         self._plane.close()
 
