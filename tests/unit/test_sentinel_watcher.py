@@ -31,6 +31,7 @@ from butter_mpi.sentinel.watched import Rank
 _ROOT = Path(__file__).resolve().parents[2]
 _WATCHER = _ROOT / "butter_mpi" / "sentinel" / "__main__.py"
 _LONG = 10.0
+ABOUT = {"communicator": {"key": "k1", "name": "dup 1"}, "world_size": 8, "host": "n01"}
 
 # Waits for a secret, joins like a rank, submits one barrier, then prints what it hears; every further line on its
 # standard input is code to run.
@@ -64,7 +65,9 @@ class Node:
     Ranks in `own` are this process.
     """
 
-    def __init__(self, *ranks: int, start: float = 30, own: Sequence[int] = (), file: str = "") -> None:
+    def __init__(
+        self, *ranks: int, start: float = 30, own: Sequence[int] = (), file: str = "", recorder_file: str = ""
+    ) -> None:
         self.mark = uuid.uuid4().hex
         offer = Offer("on", 10)
         self.fakes = {rank: self._fake(rank) for rank in ranks if rank not in own}
@@ -80,6 +83,7 @@ class Node:
             "start": start,
             "frozen": True,
             "file": file,
+            "recordings": {"file": recorder_file, "about": ABOUT},
         }
         subprocess.run(
             [sys.executable, "-S", "-E", "-s", "-B", str(_WATCHER)],
