@@ -498,12 +498,12 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         NotSupportedError
             There is no recorder: this rank is alone, or runs with ``watch="off"``.
         CommunicatorClosedError
-            It was closed or aborted, and its recorder is gone, or this process is a fork.
+            It was closed or aborted, or this process is a fork.
         """
         recording = self._plane.recording()
+        if self._plane.health.closed:
+            self._plane.health.check(self._plane.who, "dump_recorder")
         if recording is None:
-            if self._plane.health.closed:
-                self._plane.health.check(self._plane.who, "dump_recorder")
             raise NotSupportedError(
                 f"{self._plane.who}: dump_recorder: one rank alone has no recorder, and none has with watch 'off'",
                 needs="watch='on'",

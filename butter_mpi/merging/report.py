@@ -160,8 +160,8 @@ def as_text(merged: Sequence[Merged], files: Iterable[File]) -> str:
 
 def _lines(merged: Merged) -> Iterator[str]:
     first = merged.ranks[0]
-    size = f"{first.world_size} {'rank' if first.world_size == 1 else 'ranks'}"
-    again = f", after {first.epoch} reconnects" if first.epoch else ""
+    size = _some(first.world_size, "rank")
+    again = f", after {_some(first.epoch, 'reconnect')}" if first.epoch else ""
     yield f"communicator {one_line(first.name)} ({one_line(first.key)}), {size}{again}"
     if cause := _cause(merged):
         yield f"  broke: {one_line(cause.splitlines()[0], _LONGEST_CAUSE)}"
@@ -179,16 +179,22 @@ def _lines(merged: Merged) -> Iterator[str]:
 
 def _who(one: Recording) -> str:
     state = f"{one.state}{f' ({one_line(one.how)})' if one.how else ''}"
-    counts = f"{one.collectives.submitted} collectives, {one.pairs.submitted} sends and receives"
-    lost = [f"{track.lost} {what} overwritten" for track, what in _kinds(one) if track.lost]
+    counts = [_some(track.submitted, what) for track, what in _kinds(one)]
+    lost = [f"{_some(track.lost, what)} overwritten" for track, what in _kinds(one) if track.lost]
     last = _last(one.collectives)
     ended = f"; last {one_line(last.text)} at {_time(last.time)}" if last else ""
     host = f"on {one_line(one.host)} (process {one.pid})"
-    return f"rank {one.rank} {host}, {state}: {', '.join([counts, *lost])}{ended}"
+    return f"rank {one.rank} {host}, {state}: {', '.join([*counts, *lost])}{ended}"
 
 
 def _kinds(one: Recording) -> list[tuple[Track, str]]:
-    return [(one.collectives, "collectives"), (one.pairs, "sends and receives")]
+    return [(one.collectives, "collective"), (one.pairs, "send or receive")]
+
+
+def _some(number: int, what: str) -> str:
+    """Return how many there are of something, in words."""
+    many = {"send or receive": "sends and receives"}.get(what, f"{what}s")
+    return f"{number} {what if number == 1 else many}"
 
 
 def _time(seconds: float) -> str:
@@ -214,7 +220,7 @@ def _agreed(merged: Merged) -> str:
         return "none of the numbers that are left is on all ranks"
     if not merged.common:
         return "no collective was submitted"
-    return f"every rank that is here submitted the same {merged.common} collectives"
+    return f"every rank that is here submitted the same {_some(merged.common, 'collective')}"
 
 
 def _diverged(one: Divergence, begin: str) -> Iterator[str]:

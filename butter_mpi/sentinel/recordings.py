@@ -51,13 +51,15 @@ class Recordings:
 
 
 def _of(rank: Rank, cause: str) -> dict[str, Any]:
-    how = rank.end() if rank.gone else ""
-    return {"rank": rank.number, "pid": rank.pid, "state": _state(rank), "how": how, "cause": cause[:_LONGEST_CAUSE]}
+    state = _state(rank)
+    how = rank.end() if state == "ended" else ""
+    return {"rank": rank.number, "pid": rank.pid, "state": state, "how": how, "cause": cause[:_LONGEST_CAUSE]}
 
 
 def _state(rank: Rank) -> str:
     """Return one of ``recording.STATES``."""
-    if rank.gone:
+    # Another rank may have told of what broke before its end was seen here.
+    if rank.gone or (rank.lives and rank.dead):
         return "ended"
     if rank.left:
         return "left"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,12 +75,17 @@ def test_test_variables_are_free() -> None:
 @pytest.mark.parametrize("name", ["verdict_file", "recorder_file"])
 def test_file_of_the_watcher_is_a_path_and_needs_it(name: str, tmp_path: Path) -> None:
     """Whatever is a path names the file; without a watcher nobody would write it."""
-    assert getattr(Settings.resolve({}, **{name: tmp_path / "v"}), name) == str(tmp_path / "v")
+
+    def resolved(value: Any, env: Mapping[str, str]) -> Settings:
+        arguments: dict[str, Any] = {name: value}
+        return Settings.resolve(env, **arguments)
+
+    assert getattr(resolved(tmp_path / "v", {}), name) == str(tmp_path / "v")
     for wrong in (3, b"v", "a\0b"):
         with pytest.raises(ValueError, match=f"{name} must be a path"):
-            Settings.resolve({}, **{name: wrong})
+            resolved(wrong, {})
     with pytest.raises(ValueError, match=f"{name} needs the watcher"):
-        Settings.resolve({"BUTTER_MPI_WATCH": "off"}, **{name: "v"})
+        resolved("v", {"BUTTER_MPI_WATCH": "off"})
 
 
 def test_what_is_not_given_is_none() -> None:
