@@ -109,9 +109,7 @@ def _diverging(tracks: Mapping[int, Track]) -> Divergence | None:
         return None
     row = _row(tracks, lowest)
     holders = {rank: track for rank, track in tracks.items() if track.find(lowest) is not None}
-    before = all(lowest == track.floor + 1 or track.find(lowest - 1) is not None for track in holders.values())
-    signatures = {group.shape.signature for group in row.groups if group.shape}
-    exact = before and len(signatures) > 1
+    exact = all(lowest == track.floor + 1 or track.find(lowest - 1) is not None for track in holders.values())
     hint = _shifted(row, holders) if exact else ""
     return Divergence("collective", lowest, exact, row.groups, row.absent, row.unknown, hint)
 

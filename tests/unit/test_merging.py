@@ -117,6 +117,14 @@ def test_divergence_in_the_middle(told: Callable[..., Told]) -> None:
     assert [line[0] for line in lines[-5:]] == [" ", " ", ">", ">", " "]
 
 
+def test_lowest_of_several_divergences(told: Callable[..., Told]) -> None:
+    """Where ranks leave at several numbers, the lowest is the first, whoever is compared with whom."""
+    orders = [(1, 2, 3, 4), (1, 9, 9, 9), (1, 2, 3, 8)]
+    found = told(*(recording(rank, steps(*counts)) for rank, counts in enumerate(orders)))
+    assert found.one["divergence"]["number"] == 2
+    assert [group["ranks"] for group in found.one["divergence"]["groups"]] == [[0, 2], [1]]
+
+
 @pytest.mark.parametrize(
     ("counts", "hint"),
     [
@@ -185,6 +193,10 @@ def test_divergence_that_is_overwritten(told: Callable[..., Told]) -> None:
     first = found.one["divergence"]
     assert found.status == 1 and (first["number"], first["exact"]) == (501, False) and found.one["common"] is None
     assert "first divergence: collective number 501, or before it: records of that are overwritten" in found.text
+    # Also where the records that are left differ, as what came before has moved them.
+    moved = told(recording(0, steps(*counts)), recording(1, steps(*counts[:200], *counts[201:], 1)))
+    assert (moved.one["divergence"]["number"], moved.one["divergence"]["exact"]) == (501, False)
+    assert moved.one["divergence"]["hint"] == ""
 
 
 def test_divergence_beside_a_rank_that_overwrote_it(told: Callable[..., Told]) -> None:
@@ -268,6 +280,15 @@ def test_exchange_that_a_rank_left_out(told: Callable[..., Told]) -> None:
     }
 
 
+@pytest.mark.parametrize(("counts", "kind", "number"), [((1, 2, 9), "exchange", 2), ((1, 9, 3), "collective", 2)])
+def test_exchange_and_collective_that_differ(
+    told: Callable[..., Told], counts: Iterable[int], kind: str, number: int
+) -> None:
+    """An exchange comes after the collective of its number: what came first is named."""
+    found = told(recording(0, [*steps(1, 2), "all_gather_json", *steps(3)]), recording(1, steps(*counts)))
+    assert (found.one["divergence"]["kind"], found.one["divergence"]["number"]) == (kind, number)
+
+
 def test_rank_that_has_not_come_to_an_exchange(told: Callable[..., Told]) -> None:
     """A rank with as many collectives and fewer exchanges is behind."""
     waiting = [*steps(1, 2), "all_gather_json"]
@@ -319,6 +340,13 @@ def test_pairs_after_a_reconnect(told: Callable[..., Told]) -> None:
     (waiting,) = found.one["open_pairs"]
     assert submitted(waiting["ahead"]) == {(0,): "send #3 (float32 x 8, peer 1) at app/send.py:3"}
     assert [one["pairs"]["lost"] for one in found.one["ranks"]] == [0, 0]
+
+
+def test_ring_that_has_sends_of_before_a_reconnect(told: Callable[..., Told]) -> None:
+    """As long as the ring has one of before, nothing that came after it is overwritten."""
+    for after, lost in ((100, False), (PAIRS + 1, True)):
+        one = recording(0, [pair("send", 1)] * (PAIRS - 50), begin=5, after=[pair("send", 1)] * after)
+        assert bool(told(one).one["ranks"][0]["pairs"]["lost"]) == lost
 
 
 # -- the form ----------------------------------------------------------------------------------------------------------
@@ -457,7 +485,16 @@ def test_two_that_claim_one_communicator(told: Callable[..., Told]) -> None:
     assert found.status == 2 and "line 2: communicator" in found.err and "has 7 ranks" in found.err
 
 
+def test_rank_beyond_the_size(told: Callable[..., Told]) -> None:
+    """A rank that its communicator has not is refused."""
+    found = told(recording(3, steps(1)))
+    assert found.status == 2 and "line 1 is not a recording: rank is 3, of 3 ranks" in found.err
+
+
 _PATHS = [
+    ("surprise",),
+    ("pairs", "surprise"),
+    ("collectives", "records", 2, "surprise"),
     ("rank",),
     ("world_size",),
     ("pid",),
@@ -479,7 +516,7 @@ _VALUES = st.one_of(
     st.none(),
     st.booleans(),
     st.sampled_from(
-        [0, 1, -1, 2, 3, 10**5, 2**31, 2**63 - 1, 2**64, 10**400, 0.5, 1e12, "", "alive", "0" * 16, "x" * 20_000]
+        [0, 1, -1, 2, 3, 10**5, 2**31, 2**63 - 1, 2**64, 10**400, 0.5, 1e12 + 0.5, "", "alive", "0" * 16, "x" * 20_000]
     ),
     st.integers(),
     st.text(max_size=20),
