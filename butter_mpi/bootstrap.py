@@ -373,8 +373,9 @@ class _Start:
     def _sentinel(self, control: Control) -> Sentinel | None:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
-        files = settings.verdict_file or "", settings.recorder_file or ""
-        offer = Offer(settings.watch, settings.collective_deadline, *files)
+        offer = Offer(
+            settings.watch, settings.collective_deadline, settings.verdict_file or "", settings.recorder_file or ""
+        )
         said = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers", self._look)
         every = [json.loads(one) for one in said]
         if any(one["watch"] == "off" for one in every):
@@ -388,8 +389,7 @@ class _Start:
             descent=self._descent,
             start_deadline=settings.start_deadline,
             frozen=settings.watch == "on",
-            file=files[0],
-            recorder_file=files[1],
+            file=settings.verdict_file or "",
         )
 
     def _nccl(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:

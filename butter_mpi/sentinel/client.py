@@ -124,7 +124,8 @@ class Offer:
         # One rank of a node starts the watcher: one that can.
         self._unable = lacking.pop(STARTED_BY, "")
         self.failure = "; ".join(f"{what}: {reason}" for what, reason in lacking.items() if reason)
-        files = {"verdict_file": file, "recorder_file": _recorder_file(recorder_file)}
+        self.recorder_file = _recorder_file(recorder_file)
+        files = {"verdict_file": file, "recorder_file": self.recorder_file}
         self.unwritable = {name: "" if watch == "off" else _unwritable(one) for name, one in files.items()}
         if watch == "off" or self.failure:
             return
@@ -238,8 +239,8 @@ class Sentinel:
         Seconds that the start may take.
     frozen : bool
         Whether stopped ranks are judged; not while a debugger stops them.
-    file, recorder_file : str
-        Where verdicts and recordings are appended; empty: nowhere.
+    file : str
+        Where verdicts are appended; empty: nowhere.
 
     Raises
     ------
@@ -257,7 +258,6 @@ class Sentinel:
         start_deadline: float,
         frozen: bool,
         file: str,
-        recorder_file: str = "",
     ) -> None:
         self._descent, self._rank = descent, rank
         self._who = who = descent.who(rank, socket.gethostname())
@@ -281,7 +281,6 @@ class Sentinel:
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}
         self.lost = False
-        self._size = len(offers)
         leaders = _leaders(offers)
         if refusal := _refusal(offers, leaders):
             offer.close()
@@ -290,7 +289,7 @@ class Sentinel:
         leader = leaders[offers[rank]["node"]]
         try:
             if leader == rank:
-                self._start(offer, here, start_deadline, frozen, file, _recorder_file(recorder_file))
+                self._start(offer, here, start_deadline, frozen, file)
             self._join(offers[leader]["secret"], offer.recorder)
         except OSError as error:
             offer.close()
@@ -305,6 +304,7 @@ class Sentinel:
             os.close(offer.said)
             self._said = _said_by(offers[leader])
         _OPEN.add(self)
+        self._size = len(offers)
         self._stay_last()
         self._thread = threading.Thread(target=self._listen, name="butter_mpi sentinel", daemon=True)
         self._thread.start()
@@ -319,9 +319,7 @@ class Sentinel:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def _start(
-        self, offer: Offer, ranks: Mapping[int, int], start: float, frozen: bool, file: str, recorder_file: str
-    ) -> None:
+    def _start(self, offer: Offer, ranks: Mapping[int, int], start: float, frozen: bool, file: str) -> None:
         """Start the watcher; it takes over the listening socket, and detaches itself."""
         listener = offer.socket.fileno()
         config = {
@@ -334,7 +332,7 @@ class Sentinel:
             "start": start,
             "frozen": frozen,
             "file": os.path.abspath(file) if file else "",
-            "recordings": {"file": recorder_file, "about": self._about()},
+            "recordings": {"file": offer.recorder_file, "about": self._about()},
         }
         self._starter = subprocess.Popen(
             command(),
@@ -352,7 +350,7 @@ class Sentinel:
     def _about(self) -> dict[str, Any]:
         """Return what the recordings of all ranks of this node have in common."""
         communicator = {"key": self.key, "name": self._descent.name}
-        return {"communicator": communicator, "world_size": self._size, "host": socket.gethostname()}
+        return {"communicator": communicator, "world_size": len(self._descent.ranks), "host": socket.gethostname()}
 
     def _join(self, secret: str, recorder: Recorder) -> None:
         self._socket = local_socket()
