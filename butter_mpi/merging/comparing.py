@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from butter_mpi.findings import ranks_text
 from butter_mpi.merging.findings import Behind, Divergence, Group, Merged, Row
 from butter_mpi.merging.pairing import judge_pairs
 from butter_mpi.merging.reading import Recording, Shape, Track
@@ -148,9 +149,8 @@ def _shifted(row: Row, holders: Mapping[int, Track]) -> str:
 
 
 def _looks(group: Group, text: str, by: int, what: str) -> str:
-    who = "rank" if len(group.ranks) == 1 else "ranks"
     more = f" and {by - 1} more" if by > 1 else ""
-    return f"{who} {', '.join(map(str, group.ranks))} seems to have {what} {text}{more}"
+    return f"{ranks_text(group.ranks)} {'seems' if len(group.ranks) == 1 else 'seem'} to have {what} {text}{more}"
 
 
 def _goes_on(one: Track, other: Track, number: int, by: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from helpers.mpirun import find_mpi, run_job, start_job
 from helpers.recordings import validator
+from helpers.standin import build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,3 +121,37 @@ comm.all_reduce(x)
         assert "rank 1/3 " in one["cause"] and "was killed by SIGKILL" in one["cause"], text
         assert (one["ranks"][1]["state"], one["ranks"][1]["how"]) == ("ended", "was killed by SIGKILL"), text
         assert not one["missing"] and one["divergence"] is None, text
+
+
+def test_collective_that_a_rank_left_out_on_a_device(tmp_path: Path) -> None:
+    """On the nccl plane ranks are far beyond it when the watcher sees it: what was left out is named."""
+    program = """
+import numpy as np
+import butter_mpi
+from butter_mpi import DType
+from helpers.memory import DeviceMemory
+from mpi4py import MPI
+RANK = MPI.COMM_WORLD.rank
+comm = butter_mpi.init(plane="nccl")
+plane = comm.backend
+x = DeviceMemory(plane.device, plane.stream).put(np.zeros(100, np.float32))
+try:
+    # Together: all are in the recorder before the watcher looks again.
+    plane.group_start()
+    for turn in range(1, 101):
+        if (RANK, turn) != (1, 51):
+            plane.all_reduce(x, 4 * turn, dtype=DType.FLOAT32)
+    plane.group_end()
+    comm.wait_for_async_error(20)
+except butter_mpi.CollectiveMismatchError:
+    print("differs")
+comm.abort()
+"""
+    variables = {"BUTTER_MPI_RECORDER_FILE": str(tmp_path / "r"), "NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
+    result = run_job(3, program, env={**build().env(), **variables})
+    assert result.rank_out == ["differs\n"] * 3, result.text
+    status, text, found = merged(tmp_path / f"r.{socket.gethostname()}")
+    (communicator,) = found["communicators"]
+    divergence = communicator["divergence"]
+    assert status == 1 and (divergence["number"], divergence["exact"]) == (51, True), text
+    assert divergence["hint"].startswith("rank 1 seems to have left out all_reduce #51 (float32 x 51, sum) at "), text
