@@ -159,6 +159,11 @@ class PeerPlane(Plane):
             self._sentinel.mark_broken()
         super().close(*arguments, **options)
 
+    def recording(self) -> dict[str, Any] | None:
+        """Return what the recorder of this rank holds, also after a failure; ``None`` where there is none."""
+        LANE.check_fork(self.who, "dump_recorder")
+        return None if self._sentinel is None else self._sentinel.recording()
+
     def _refuse(self, what: str) -> None:
         self._pass_on()
         super()._refuse(what)
