@@ -47,6 +47,8 @@ recorder = Recorder(10)
 recorder.write(Operation("barrier", 0, DType.UINT8, site=f"app/rank{rank}.py:5"), 1)
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect("\\0butter_mpi-" + secret[:16])
+# What never comes ends the test, and does not hold it.
+sock.settimeout(20)
 fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [recorder.fd]))]
 sock.sendmsg([messages.pack("hello", rank=rank, secret=secret, older=[])], fds)
 def obey():
