@@ -14,6 +14,8 @@ from helpers.mpirun import Job, run_job, start_job
 from helpers.standin import build
 
 POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
+WAITS_FOR_NOBODY = "23007"
+"""The last release whose destroy does not wait for other ranks."""
 
 HEAD = """
 import os, sys, time, threading
@@ -464,7 +466,7 @@ MPI.COMM_WORLD.Barrier()
 def test_close_that_fails() -> None:
     """What cannot be given back is told in the log; closing goes on, and is no exception."""
     program = "plane.barrier(); memory.wait()\nMPI.COMM_WORLD.Barrier()\ncomm.close(); comm.close(); say(plane.state())"
-    result = run_job(2, HEAD + program, env=env("1@ncclCommDestroy#2=3"))
+    result = run_job(2, HEAD + program, env=env("1@ncclCommDestroy#2=3", STANDIN_NCCL_VERSION=WAITS_FOR_NOBODY))
     assert result.rc == 0 and result.rank_out == ["closed\n"] * 2, result.text
     assert "closing: ncclCommDestroy failed" in result.rank_err[1] and not result.rank_err[0], result.text
 
@@ -474,7 +476,8 @@ def test_close_that_fails() -> None:
 def test_close_beside_an_abort(first: str, watch: str) -> None:
     """NCCL may wait in its destroy for a peer that has aborted: who closes after that aborts too, and waits for nobody.
 
-    Whoever has closed before is not disturbed by the abort.
+    Whoever has closed before is not disturbed by the abort, with an NCCL whose destroy waits for nobody; with another
+    one it aborts then (``ranks/test_nccl_endings.py``).
     """
     program = f"""
 plane.barrier(); memory.wait()
@@ -500,8 +503,9 @@ for turn in turns{"" if first == "abort" else "[::-1]"}:
 say(plane.state())
 MPI.COMM_WORLD.Barrier()
 """
+    how = {"STANDIN_NCCL_VERSION": WAITS_FOR_NOBODY} if first == "close" else {}
     faults = "0@ncclCommDestroy#2=hang" if first == "abort" else ""
-    result = run_job(2, HEAD + program, env=env(faults, BUTTER_MPI_WATCH=watch))
+    result = run_job(2, HEAD + program, env=env(faults, BUTTER_MPI_WATCH=watch, **how))
     assert result.rank_out == ["closed\n", "aborted\n"], result.text
     assert "still waiting" not in result.rank_err[0] and result.seconds < 10, result.text
 
