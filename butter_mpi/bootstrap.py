@@ -39,6 +39,7 @@ from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
 from butter_mpi.sentinel.client import WATCHED, Offer, Sentinel
+from butter_mpi.sentinel.door import ALONE, Door
 from butter_mpi.settings import FaultPolicy, Settings
 
 __all__ = ["abort_job", "init", "start_deadline"]
@@ -69,6 +70,7 @@ def init(
     check: str | None = None,
     stream: Any = None,
     watch: str | None = None,
+    watch_interface: str | None = None,
     verdict_file: str | os.PathLike[str] | None = None,
     fault: FaultPolicy | None = None,
 ) -> Communicator:
@@ -96,10 +98,14 @@ def init(
         The host plane always does.
     stream : CUDA stream, optional
         The ordered stream of ``Communicator.backend`` on the nccl plane; without it, a non-blocking one of its own.
-    watch : {"on", "debugger", "off"}, optional
+    watch : {"on", "debugger", "node", "off"}, optional
         Whether a process on each node, outside the ranks, watches them and tells every one within moments which died,
-        is stopped or differs. ``debugger``: ranks that are stopped are not judged. ``off``: such faults are found at
-        the collective deadline, or by the launcher.
+        is stopped or differs, and which node is cut off. ``debugger``: ranks that are stopped are not judged. ``node``:
+        these processes know nothing of other nodes, and need no connection between them. ``off``: such faults are
+        found at the collective deadline, or by the launcher.
+    watch_interface : str, optional
+        Names of network interfaces, with commas, over which these processes of several nodes reach one another, in the
+        order in which they are tried; one that a node lacks is passed over. Default: the addresses of the host's name.
     verdict_file : str or path, optional
         A file to which each node's watcher appends what broke, and what each rank submitted last, as a line of JSON.
     fault : FaultPolicy, optional
@@ -140,6 +146,7 @@ def init(
         "per_host_interfaces": per_host_interfaces,
         "check": check,
         "watch": watch,
+        "watch_interface": watch_interface,
         "verdict_file": verdict_file,
     }
     asked = _asked(arguments, plan, stream, fault, MPI, comm.size)
@@ -375,15 +382,32 @@ class _Start:
             # Where they differ, preflight says so.
             offer.close()
             return None
-        return Sentinel(
-            offer,
-            every,
-            self._comm.rank,
-            descent=self._descent,
-            start_deadline=settings.start_deadline,
-            frozen=settings.watch == "on",
-            file=settings.verdict_file or "",
-        )
+        door = Door(every, self._comm.rank, settings.watch_interface, settings.start_deadline)
+        try:
+            alone = not door.needed or any(one["watch"] == "node" for one in every)
+            return Sentinel(
+                offer,
+                every,
+                self._comm.rank,
+                descent=self._descent,
+                start_deadline=settings.start_deadline,
+                frozen=settings.watch != "debugger",
+                file=settings.verdict_file or "",
+                links=ALONE if alone else self._links(door, control),
+            )
+        except BaseException:
+            offer.close()
+            raise
+        finally:
+            door.close()
+
+    def _links(self, door: Door, control: Control) -> dict[str, Any]:
+        """Return what the watcher of this node is told of those of the others; every rank of the job calls this."""
+        said = control.all_gather_any(door.payload(), self._watch, "agreeing on the links of the watchers", self._look)
+        every = [json.loads(one) for one in said]
+        if refusal := door.refusal(every):
+            raise StartError(f"{self._who}: start: {refusal}", phase="watcher")
+        return door.config(every)
 
     def _nccl(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:
         """Return the plane; preflight has opened the library and found the device on every rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +13,7 @@ __all__ = ["CHECKS", "PLANES", "TRANSPORTS", "WATCHES", "FaultPolicy", "Settings
 
 PLANES = ("auto", "nccl", "host")
 CHECKS = ("light", "strict")
-WATCHES = ("on", "debugger", "off")
+WATCHES = ("on", "debugger", "node", "off")
 TRANSPORTS = ("P2P", "SHM", "NET/IB", "NET/Socket")
 _LONGEST_SHOWN = 120
 _PREFIX, _OF_TESTS = "BUTTER_MPI_", "BUTTER_MPI_TEST_"
@@ -86,6 +87,12 @@ def _path(name: str, value: Any) -> str | None:
     return path or None
 
 
+def _interfaces(name: str, value: Any) -> str | None:
+    if not isinstance(value, str) or not all(re.fullmatch(r"[^\s,/]{1,15}", one) for one in value.split(",")):
+        raise ValueError(f"{name} must name network interfaces, with commas (eth0,ib0); got {shown(value)}")
+    return value
+
+
 def _transport(name: str, value: Any) -> str | None:
     return None if value is None else _choice(name, value, TRANSPORTS)
 
@@ -137,6 +144,7 @@ class Settings:
     collective_deadline: float = 120.0
     action: str = "raise"
     watch: str = "on"
+    watch_interface: str | None = None
     verdict_file: str | None = None
 
     @classmethod
@@ -177,6 +185,7 @@ class Settings:
             "collective_deadline": lambda n, v: _number(n, v, 10, 300),
             "action": lambda n, v: _choice(n, v, ("raise", "abort")),
             "watch": lambda n, v: _choice(n, v, WATCHES),
+            "watch_interface": _interfaces,
             "verdict_file": _path,
         }
         known = {_PREFIX + f.name.upper() for f in fields(cls)}

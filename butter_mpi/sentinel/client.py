@@ -29,6 +29,7 @@ from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Recorder
 from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.door import ALONE, leaders
 from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.needs import STARTED_BY, command, needs, why
 from butter_mpi.sentinel.process import Process
@@ -156,14 +157,6 @@ class Offer:
         self._ends.close()
 
 
-def _leaders(said: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the rank of each node that starts its watcher: the first, or the first that is able to."""
-    leaders: dict[str, int] = {}
-    for number in sorted(range(len(said)), key=lambda one: bool(said[one]["unable"])):
-        leaders.setdefault(said[number]["node"], number)
-    return leaders
-
-
 def _said_by(leader: Mapping[str, Any]) -> int | None:
     """Open what the watcher writes its standard error to, which the rank has that starts it; ``None``: it is gone."""
     with contextlib.suppress(OSError), beyond_standard():
@@ -231,6 +224,8 @@ class Sentinel:
         Whether stopped ranks are judged; not while a debugger stops them.
     file : str
         Where verdicts are appended; empty: nowhere.
+    links : mapping
+        What the watcher is told of those of other nodes; default: there is none.
 
     Raises
     ------
@@ -248,6 +243,7 @@ class Sentinel:
         start_deadline: float,
         frozen: bool,
         file: str,
+        links: Mapping[str, Any] = ALONE,
     ) -> None:
         self._descent, self._rank = descent, rank
         self._who = who = descent.who(rank, socket.gethostname())
@@ -269,15 +265,15 @@ class Sentinel:
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}
         self.lost = False
-        leaders = _leaders(offers)
-        if refusal := _refusal(offers, leaders):
+        leading = leaders(offers)
+        if refusal := _refusal(offers, leading):
             offer.close()
             raise StartError(f"{who}: start: {refusal}", phase="watcher")
         here = {number: one["pid"] for number, one in enumerate(offers) if one["node"] == offers[rank]["node"]}
-        leader = leaders[offers[rank]["node"]]
+        leader = leading[offers[rank]["node"]]
         try:
             if leader == rank:
-                self._start(offer, here, start_deadline, frozen, file)
+                self._start(offer, here, start_deadline, frozen, file, links)
             self._join(offers[leader]["secret"], offer.recorder)
         except OSError as error:
             offer.close()
@@ -307,8 +303,16 @@ class Sentinel:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def _start(self, offer: Offer, ranks: Mapping[int, int], start: float, frozen: bool, file: str) -> None:
-        """Start the watcher; it takes over the listening socket, and detaches itself."""
+    def _start(
+        self,
+        offer: Offer,
+        ranks: Mapping[int, int],
+        start: float,
+        frozen: bool,
+        file: str,
+        links: Mapping[str, Any],
+    ) -> None:
+        """Start the watcher; it takes over the listening sockets, and detaches itself."""
         listener = offer.socket.fileno()
         config = {
             "listener": listener,
@@ -320,6 +324,7 @@ class Sentinel:
             "start": start,
             "frozen": frozen,
             "file": os.path.abspath(file) if file else "",
+            "links": links,
         }
         self._starter = subprocess.Popen(
             command(),
@@ -327,10 +332,11 @@ class Sentinel:
             stdout=subprocess.DEVNULL,
             stderr=offer.said,
             start_new_session=True,
-            pass_fds=[listener],
+            pass_fds=[listener, *links["listeners"]],
         )
         assert self._starter.stdin is not None
-        # Far less than a pipe holds, so nothing waits here. One that has ended already is found by its socket.
+        # Where there are thousands of nodes, this waits until the watcher reads. One that has ended already is found by
+        # its socket.
         with contextlib.suppress(BrokenPipeError), self._starter.stdin as pipe:
             pipe.write(json.dumps(config).encode())
 

@@ -77,7 +77,7 @@ class Connection:
         except BlockingIOError:
             return b""
         if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "closed by the other end")
+            raise OSError(errno.ECONNRESET, "closed by the other end")
         return data
 
     def flush(self) -> None:

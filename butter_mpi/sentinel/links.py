@@ -35,7 +35,6 @@ _SILENCE = 4.2
 _TOGETHER = 3.2
 _CALL_AGAIN = 1.0
 _FAREWELL = 2.0
-_LATE = 1.5
 _SUBJECTS = {"gone": "rank", "stopped": "rank", "running": "rank", "cut": "node", "back": "node", "notice": "epoch"}
 _TAKEN_BACK = {"running": "stopped", "back": "cut"}
 
@@ -309,20 +308,17 @@ class Links:
                 self._send_all("begun")
 
     def _fail(self) -> None:
-        """End the start where a node cannot be reached; who is only called waits longer, for a better word."""
+        """End the start where a node cannot be reached, or does not come."""
         missing = [peer for peer in self._peers.values() if not peer.met and not peer.over]
         if self._failed or self._waited < self._patience or not missing:
             return
-        late = self._waited >= _LATE * self._patience
         called = [f"{self._name(peer.number)} at {_ends(peer.ends)}" for peer in missing if self._calls(peer)]
         host = f"the watcher of host {self._nodes[self._me][0]}"
         if called:
             text = f"{host} cannot reach that of {'; and that of '.join(called)}"
-        elif late:
+        else:
             own = ", ".join(f"{address} port {port}" for address, port in self._hubs[self._me])
             text = f"{host}, at {own}, was not reached by that of {self._names(missing)}"
-        else:
-            return
         self._failed = True
         self._accuse((), f"{text}, within {self._waited:.1f} s. {REMEDY}", "start")
 
@@ -363,7 +359,7 @@ class Links:
 
     def _look_after(self, peer: _Peer, passed: float) -> None:
         peer.silence += passed
-        if self._over and not peer.met and self._waited >= _LATE * self._patience:
+        if self._over and not peer.met and self._waited >= self._patience:
             # Nobody waits for one that never came.
             peer.over = True
         if peer.over:

@@ -40,6 +40,7 @@ from butter_mpi.sentinel.judging import (
     mismatch,
     told_by,
 )
+from butter_mpi.sentinel.links import Links
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.ordering import Orders
 from butter_mpi.sentinel.watched import Rank
@@ -74,7 +75,8 @@ class Watcher:
     config : dict
         ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node, each with its process),
         ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``host``, ``start`` (seconds in
-        which ranks must come), ``frozen`` (whether stopped ranks are judged) and ``file`` (for verdicts; empty: none).
+        which ranks must come), ``frozen`` (whether stopped ranks are judged), ``file`` (for verdicts; empty: none) and
+        ``links`` (to the watchers of other nodes).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -94,6 +96,11 @@ class Watcher:
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
+        # Ranks of other nodes that have died, and that are stopped or cannot be reached: what is said of each.
+        self._far: dict[str, dict[int, str]] = {"gone": {}, "stopped": {}}
+        self._far_missed = 0.0
+        self._links = Links(config["links"], self._hear_far, self._accuse_far)
+        self._watch(self._links.fileno(), self._links.serve)
         listener = socket.socket(fileno=config["listener"])
         listener.setblocking(False)
         self._watch(listener.fileno(), lambda: self._accept(listener))
@@ -127,7 +134,9 @@ class Watcher:
 
     def _over(self) -> bool:
         living = self._living
-        return not living or (self._start_left <= 0 and not any(rank.joined for rank in living))
+        if living and (self._start_left > 0 or any(rank.joined for rank in living)):
+            return False
+        return self._links.finish()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -156,7 +165,7 @@ class Watcher:
                 os.close(fd)
         self._watch(sock.fileno(), lambda: self._listen(rank))
         if self._complete:
-            self._tell("ready", pid=os.getpid())
+            self._links.up()
         for epoch, notice in self._notices.items():
             rank.tell("notice", notice=notice, epoch=epoch)
         for other in self._ranks.values():
@@ -164,6 +173,9 @@ class Watcher:
                 rank.tell("gone", rank=other.number, text=other.death.text)
             elif other.stop is not None:
                 rank.tell("stopped", rank=other.number, text=other.stop.text)
+        for word, said in self._far.items():
+            for far, text in said.items():
+                rank.tell(word, rank=far, text=text)
 
     def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
         if message["kind"] != "hello" or message["secret"] != self._config["secret"] or not fds:
@@ -259,6 +271,43 @@ class Watcher:
             self._judge(replace(deaths[own[0]], lost=tuple(own), text="; ".join(texts)))
         for number, death in deaths.items():
             self._tell("gone", rank=number, text=death.text)
+            self._links.publish("gone", rank=number, text=death.text)
+
+    # -- other nodes -------------------------------------------------------------------------------------------------
+
+    def _hear_far(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take what the watcher of another node found, or these links say of it."""
+        if kind == "begun":
+            self._tell("ready", pid=os.getpid())
+        elif kind == "notice":
+            with contextlib.suppress(TypeError, ValueError):
+                self._judge_far(fields["notice"], fields["epoch"])
+        else:
+            if kind == "running":
+                self._far["stopped"].pop(fields["rank"], None)
+            else:
+                self._far[kind][fields["rank"]] = fields["text"]
+            self._tell(kind, **fields)
+
+    def _judge_far(self, notice: dict[str, Any], epoch: int) -> None:
+        """Keep and tell the verdict of another watcher, as one of this node's."""
+        verdict = replace(Verdict.of(notice), other=str(notice.get("other", "")))
+        told = {"by": int(notice["by"]), "here": False} if "by" in notice else {}
+        if epoch in self._notices:
+            return
+        self._notices[epoch] = kept = {**verdict.notice(), **told}
+        # Where nobody is left to hear, the other node has said it.
+        if not self._living:
+            return
+        if not told or verdict.error not in _RAISED_BY_ALL:
+            said = told_by(told["by"], verdict.text) if told else verdict.text
+            self._cry(f"butter_mpi: the watcher of {self._config['host']} hears: {said}\n", None)
+        self._tell("notice", notice=kept, epoch=epoch)
+        self._write(verdict)
+
+    def _accuse_far(self, ranks: Sequence[int], text: str, phase: str) -> None:
+        """Judge what the links found: nodes that are silent, or that cannot be reached in the start."""
+        self._judge(Verdict("PeerLostError", tuple(ranks), text, phase=phase))
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
@@ -293,6 +342,8 @@ class Watcher:
             return
         told = {} if said_by is None else {"by": said_by.number, "here": False}
         self._notices[epoch] = notice = {**verdict.notice(), **told}
+        # First: a launcher may be about to end the ranks of other nodes too.
+        self._links.publish("notice", notice=notice, epoch=epoch)
         said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
         if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
@@ -347,12 +398,13 @@ class Watcher:
         self._bury()
         awake = any(state == "alive" for state in states.values())
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
-        self._judge_stopped(living, states, passed if awake else 0.0)
+        self._judge_stopped(living, states, passed if awake or self._links.awake else 0.0)
         together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
         if self._epoch not in self._notices and together and awake and self._complete:
             self._judge_submissions(passed)
             self._judge_orders()
         self._free_waiting(passed)
+        self._links.tick(passed, awake)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
@@ -373,6 +425,7 @@ class Watcher:
         if rank.stop is None:
             rank.stop = stop
             self._tell_others(rank, "stopped", rank=rank.number, text=stop.text)
+            self._links.publish("stopped", rank=rank.number, text=stop.text)
 
     def _runs(self, rank: Rank) -> None:
         """Take back what was told of its stop."""
@@ -380,6 +433,7 @@ class Watcher:
         if rank.stop is not None:
             rank.stop = None
             self._tell_others(rank, "running", rank=rank.number)
+            self._links.publish("running", rank=rank.number)
 
     def _frozen(self, rank: Rank) -> bool:
         return rank.stopped is not None and rank.stopped >= _FROZEN and bool(self._config["frozen"])
@@ -397,6 +451,9 @@ class Watcher:
         dead = [rank for rank in self._ranks.values() if rank.missed >= _FINALIZE_GRACE]
         self._mourn([rank for rank in dead if rank.death is None])
         lost = [rank.number for rank in [*dead, *filter(self._frozen, self._living)]]
+        self._far_missed = self._far_missed + passed if waiting and self._far["gone"] else 0.0
+        lost += [*self._far["gone"]] if self._far_missed >= _FINALIZE_GRACE else []
+        lost += [*self._far["stopped"]]
         fresh = [rank.number for rank in waiting if not rank.freed]
         if lost and fresh:
             self._cry(

@@ -25,6 +25,7 @@ from butter_mpi.enums import DType
 from butter_mpi.recorder import SIZE, Recorder
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.client import Offer
+from butter_mpi.sentinel.door import ALONE
 from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.watched import Rank
 
@@ -80,6 +81,7 @@ class Node:
             "start": start,
             "frozen": True,
             "file": file,
+            "links": ALONE,
         }
         subprocess.run(
             [sys.executable, "-S", "-E", "-s", "-B", str(_WATCHER)],
