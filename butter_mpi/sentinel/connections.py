@@ -145,9 +145,9 @@ class Connections:
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def calls_to(self, node: int) -> list[Connection]:
-        """Return the calls to a node that are under way, and proved ones."""
-        return [one for one in self._all.values() if one.called and one.node == node]
+    def _calls_to(self, node: int) -> list[Connection]:
+        """Return the calls to a node that are under way."""
+        return [one for one in self._all.values() if one.called and one.node == node and not one.proved]
 
     def serve(self) -> None:
         """Take what has come."""
@@ -168,7 +168,9 @@ class Connections:
             self._poll.modify(fd, select.EPOLLIN)
 
     def call(self, node: int, address: str, port: int) -> str:
-        """Call a node; returns why that cannot be, or nothing."""
+        """Call a node, also beside calls that nobody has answered; returns why that cannot be, or nothing."""
+        if any(one.channel.answered for one in self._calls_to(node)):
+            return ""
         try:
             with beyond_standard():
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -242,6 +244,11 @@ class Connections:
             self.drop(connection, error.strerror or str(error))
             return
         self._listen(connection)
+        if connection.called and connection.channel.answered and not connection.proved:
+            # The other end takes the last that proves itself: no second one may.
+            for other in self._calls_to(connection.node):
+                if other is not connection:
+                    self.drop(other, "answered later than another address")
         if connection.channel.open and not connection.proved:
             connection.proved = True
             self._strangers.pop(connection.sock.fileno(), None)

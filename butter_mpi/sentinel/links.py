@@ -200,9 +200,6 @@ class Links:
         before, peer.link = peer.link, connection
         if before is not None:
             self._connections.drop(before)
-        for call in self._connections.calls_to(peer.number) if connection.called else ():
-            if call is not connection:
-                self._connections.drop(call)
         peer.met = True
         peer.misses.clear()
         self._alive(peer)

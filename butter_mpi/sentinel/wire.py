@@ -68,6 +68,8 @@ class Channel:
     ----------
     out : bytearray
         What is to be sent; the caller takes it from the front.
+    answered : bool
+        Whether the other end has answered a call, and was given this one's proof.
     open : bool
         Whether the other end has proved that it knows the secret.
     """
@@ -75,7 +77,8 @@ class Channel:
     def __init__(
         self, secret: bytes, me: int, peer: int | None = None, may_call: Callable[[int], bool] = lambda _node: False
     ) -> None:
-        self.out, self.open, self.peer = bytearray(), False, peer
+        self.out, self.peer = bytearray(), peer
+        self.answered = self.open = False
         self._secret, self._me, self._may_call = secret, me, may_call
         self._buffer = bytearray()
         self._sent = self._received = 0
@@ -127,6 +130,7 @@ class Channel:
 
     def _answered(self, number: bytes) -> None:
         self._talk += number
+        self.answered = True
         self.out += self._made("caller")
         self._await(_PROOF, self._proved)
 

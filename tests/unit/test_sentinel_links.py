@@ -273,6 +273,43 @@ def test_outage_of_three_seconds_accuses_nobody(make: Callable[..., Net]) -> Non
         assert not any(node.accused for node in net.nodes)
 
 
+@pytest.mark.parametrize("ticks", [1, 2])
+def test_slow_links_accuse_nobody(make: Callable[..., Net], monkeypatch: pytest.MonkeyPatch, ticks: int) -> None:
+    """Where every byte takes 200 or 400 ms: the links stand as soon as it can be, and go on; what is found comes."""
+    under_way: list[tuple[int, Any, bytes]] = []
+    now = [0]
+
+    def flush(connection: Any) -> None:
+        if connection.channel.out and not connection._connecting:
+            under_way.append((now[0] + ticks, connection, bytes(connection.channel.out)))
+            connection.channel.out.clear()
+
+    monkeypatch.setattr(connections.Connection, "flush", flush)
+    net = make(3, start=False)
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(round(seconds / TICK)):
+            now[0] += 1
+            while under_way and under_way[0][0] <= now[0]:
+                _, connection, data = under_way.pop(0)
+                with contextlib.suppress(OSError):
+                    connection.sock.sendall(data)
+            net.settle()
+            net.pass_time(TICK)
+
+    for node in net.nodes:
+        node.links.up()
+    pass_time(10 * ticks * TICK)
+    assert all(node.told("begun") == [{}] for node in net.nodes)
+    links = [peer.link for node in net.nodes for peer in node.links._peers.values()]
+    pass_time(12)
+    assert links == [peer.link for node in net.nodes for peer in node.links._peers.values()]
+    net.nodes[2].links.publish("gone", **GONE)
+    pass_time(2 * ticks * TICK)
+    assert [node.told("gone") for node in net.nodes] == [[GONE], [GONE], []]
+    assert not any(node.accused for node in net.nodes)
+
+
 def test_own_time_that_did_not_pass_accuses_nobody(make: Callable[..., Net]) -> None:
     """A watcher that was stopped itself for an hour has ticked once; what came meanwhile is heard first."""
     net = make(2)
