@@ -48,7 +48,8 @@ class _Peer:
         # ``met``: was linked once. ``up``: its ranks and links are there. ``over``: it says nothing more of ranks.
         # ``deaf``: nothing was heard of it for long. ``cut``: that was told.
         self.met = self.up = self.over = self.deaf = self.cut = False
-        self.awake = False
+        # What it last said of the ranks there, or that it hears of: whether one is not stopped, or is in MPI_Finalize.
+        self.said = {"awake": False, "waits": False}
         self.silence = 0.0
         # The nodes that it does not hear; and how calls to each of its addresses ended.
         self.misses: set[int] = set()
@@ -104,7 +105,6 @@ class Links:
         self._cut: set[int] = set()
         self._complete = self._up = self._begun = self._over = self._failed = self._leaving = False
         self._beat_due = self._waited = self._left = 0.0
-        self._awake = False
 
     def _channel(self, number: int | None) -> Channel:
         # Ciphers are loaded only where there is another node.
@@ -123,7 +123,15 @@ class Links:
     @property
     def awake(self) -> bool:
         """Whether a rank of another node is not stopped, as far as this one hears."""
-        return any(peer.awake and not peer.over and peer.heard for peer in self._peers.values())
+        return bool(self._saying("awake"))
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rank of another node is in MPI_Finalize, as far as this one hears."""
+        return bool(self._saying("waits"))
+
+    def _saying(self, word: str) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if peer.said[word] and not peer.over and peer.heard]
 
     # -- saying ------------------------------------------------------------------------------------------------------
 
@@ -226,7 +234,7 @@ class Links:
         peer, kind = self._peers[connection.node], message["kind"]
         self._alive(peer)
         if kind == "beat":
-            peer.awake = message["awake"]
+            peer.said = {word: message[word] for word in peer.said}
         elif kind == "up":
             peer.up = True
             self._begin()
@@ -321,7 +329,7 @@ class Links:
 
     # -- silence -----------------------------------------------------------------------------------------------------
 
-    def tick(self, passed: float, awake: bool) -> None:
+    def tick(self, passed: float, awake: bool, waits: bool = False) -> None:
         """Look after links and silence, `passed` more seconds of this process's own running later.
 
         Parameters
@@ -330,29 +338,32 @@ class Links:
             Seconds.
         awake : bool
             Whether a rank of this node is not stopped.
+        waits : bool
+            Whether one is in MPI_Finalize.
         """
         if not self._peers:
             return
         self._connections.tick(passed)
         self._waited += passed
         self._left += passed if self._leaving else 0.0
-        self._beat(passed, awake)
+        self._beat(passed, {"awake": awake, "waits": waits})
         for peer in self._peers.values():
             self._look_after(peer, passed)
         if not self._over:
             self._fail()
             self._judge()
 
-    def _beat(self, passed: float, awake: bool) -> None:
-        """Show all that this one is there; a leaf hears whether any other rank is awake, a hub whether one here is."""
+    def _beat(self, passed: float, own: dict[str, bool]) -> None:
+        """Show all that this one is there; a leaf hears what holds of any other rank, a hub what holds of one here."""
         self._beat_due -= passed
         if self._beat_due > 0:
             return
         self._beat_due = _BEAT
-        others = [peer for peer in self._peers.values() if peer.awake and not peer.over and peer.heard][:2]
+        said = {word: self._saying(word)[:2] for word in own}
         for peer in self._peers.values():
-            elsewhere = peer.number >= HUBS and any(other is not peer for other in others)
-            self._send(peer, {"kind": "beat", "awake": awake or elsewhere})
+            others = said if peer.number >= HUBS else {}
+            told = {word: so or any(one is not peer for one in others.get(word, ())) for word, so in own.items()}
+            self._send(peer, {"kind": "beat", **told})
 
     def _look_after(self, peer: _Peer, passed: float) -> None:
         peer.silence += passed

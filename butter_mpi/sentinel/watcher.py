@@ -404,7 +404,7 @@ class Watcher:
             self._judge_submissions(passed)
             self._judge_orders()
         self._free_waiting(passed)
-        self._links.tick(passed, awake)
+        self._links.tick(passed, awake, bool(self._waiting))
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
@@ -415,7 +415,7 @@ class Watcher:
             # The first look does not count: it may have been stopped just before.
             rank.stopped = 0.0 if rank.stopped is None else rank.stopped + passed
             # For one that has closed nobody waits before MPI_Finalize.
-            if self._frozen(rank) and (not rank.closed or self._waiting):
+            if self._frozen(rank) and (not rank.closed or self._waiting or self._links.waits):
                 self._halt(rank)
 
     def _halt(self, rank: Rank) -> None:

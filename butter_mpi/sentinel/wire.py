@@ -30,7 +30,7 @@ _COUNT = struct.Struct(">Q")
 _FACT: dict[str, type] = {"origin": int, "serial": int}
 FIELDS: dict[str, dict[str, type]] = {
     # between two watchers
-    "beat": {"awake": bool},
+    "beat": {"awake": bool, "waits": bool},
     "up": {},
     "begun": {},
     "over": {},

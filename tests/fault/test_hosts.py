@@ -34,7 +34,33 @@ while health.cause is None:
         shown = time.monotonic()
         print("sign .", flush=True)
 print("raised", time.monotonic(), health.cause.lost_ranks, health.cause, flush=True)
-time.sleep(60)
+"""
+STAY = STILL + "time.sleep(60)\n"
+AGAIN = (
+    STILL
+    + """
+import numpy as np
+while True:
+    try:
+        comm.attempt_reconnect()
+        break
+    except butter_mpi.PeerLostError:
+        time.sleep(0.1)
+array = np.ones(3)
+comm.all_reduce(array)
+print("sum", array[0], flush=True)
+comm.close()
+"""
+)
+# One rank stays on after its close, the other one waits for it in MPI_Finalize.
+CLOSED = """
+import time
+import butter_mpi
+from mpi4py import MPI
+butter_mpi.init(plane="host").close()
+print("stands", flush=True)
+if MPI.COMM_WORLD.rank == 1:
+    time.sleep(60)
 """
 REFUSED = """
 import time
@@ -119,6 +145,7 @@ class Scene:
 
     jobs: dict[str, Job]
     at: dict[str, float]
+    others: Hosts
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +156,14 @@ def disturbed(hosts: Hosts) -> Iterator[Scene]:
         jobs: dict[str, Job] = {}
         for mpi, options in OPTIONS.items():
             for what in ("frozen rank", "killed watcher", "frozen host", "cut"):
-                place = others if what == "cut" else hosts
-                jobs[f"{what}, {mpi}"] = stack.enter_context(place.start_job(2, STILL, mpi=mpi, options=options))
+                place, program = (others, AGAIN) if what == "cut" else (hosts, STAY)
+                jobs[f"{what}, {mpi}"] = stack.enter_context(place.start_job(2, program, mpi=mpi, options=options))
+        jobs["frozen in the end"] = stack.enter_context(
+            hosts.start_job(2, CLOSED, mpi="openmpi", options=OPTIONS["openmpi"])
+        )
         for job in jobs.values():
             standing(job)
-        scene = Scene(jobs, {name: _harm(name, job) for name, job in jobs.items()})
+        scene = Scene(jobs, {name: _harm(name, job) for name, job in jobs.items()}, others)
         others.cut(2, CONTROL, DATA)
         began = time.monotonic()
         lone = {"BUTTER_MPI_WATCH_INTERFACE": "lo"}
@@ -189,7 +219,7 @@ def test_frozen_host_is_named_on_the_other_one(disturbed: Scene, mpi: str) -> No
 
 def test_killed_rank_is_raised_on_the_other_host(hosts: Hosts) -> None:
     """Within half a second, with its end and its last operation, by ranks that do not come to MPI meanwhile."""
-    with hosts.start_job(4, STILL, mpi="openmpi", options=OPTIONS["openmpi"]) as job:
+    with hosts.start_job(4, STAY, mpi="openmpi", options=OPTIONS["openmpi"]) as job:
         standing(job, 4)
         at = job.signal(1, signal.SIGKILL)
         told = {rank: raised(job, rank) for rank in (0, 2, 3)}
@@ -209,7 +239,7 @@ def test_killed_rank_is_in_the_file_of_each_host_where_the_launcher_ends_all(hos
     """
     for turn in range(4):
         file = tmp_path / f"verdict{turn}"
-        with hosts.start_job(2, STILL, mpi="mpich", env={"BUTTER_MPI_VERDICT_FILE": str(file)}) as job:
+        with hosts.start_job(2, STAY, mpi="mpich", env={"BUTTER_MPI_VERDICT_FILE": str(file)}) as job:
             standing(job)
             job.signal(1, signal.SIGKILL)
             at = time.time()
@@ -222,6 +252,15 @@ def test_killed_rank_is_in_the_file_of_each_host_where_the_launcher_ends_all(hos
     assert lost == [[1], [1]] and any("rank 1/2 on host2" in line for line in cried(result)), (found, result.text)
     for one in found.values():
         assert "was killed by SIGKILL" in one["verdict"]["text"] and one["time"] - at <= _SOON, found
+
+
+def test_frozen_rank_after_its_close_ends_those_in_finalize(disturbed: Scene) -> None:
+    """Where only a rank of another host waits there: it is ended, with the verdict."""
+    job = disturbed.jobs["frozen in the end"]
+    assert processes.await_exit(job.pid(0), 10), job.read(0, "err")
+    err = job.read(0, "err")
+    assert "hears: rank 1/2 on host2" in err and "has been stopped (SIGSTOP or SIGTSTP) for 4." in err, err
+    assert "rank 0 cannot come out of MPI_Finalize any more, as rank 1 will not come there" in err, err
 
 
 def test_start_over_a_network_that_leads_nowhere(disturbed: Scene) -> None:
@@ -259,7 +298,10 @@ def test_ends_well_and_leaves_nothing(hosts: Hosts) -> None:
 
 @BOTH
 def test_outage_is_no_fault_and_a_cut_is(disturbed: Scene, mpi: str) -> None:
-    """Off all networks for 3 s nothing happened; for longer each side names the other one within five seconds."""
+    """Off all networks for 3 s nothing happened; for longer each side names the other one within five seconds.
+
+    Back again, both reconnect.
+    """
     name = f"cut, {mpi}"
     told = [raised(disturbed.jobs[name], rank) for rank in (0, 1)]
     for rank, (when, text) in enumerate(told):
@@ -267,3 +309,6 @@ def test_outage_is_no_fault_and_a_cut_is(disturbed: Scene, mpi: str) -> None:
         assert f"no word from host host{2 - rank} (rank {1 - rank}) for 4." in text, text
         assert f"or this host, host{rank + 1}, is cut off" in text, text
         assert 3.5 <= when - disturbed.at[name] <= _WITHIN, (when - disturbed.at[name], text)
+    disturbed.others.mend(2, CONTROL, DATA)
+    for rank in (0, 1):
+        disturbed.jobs[name].wait_for("sum 2.0", rank)

@@ -38,7 +38,7 @@ class Node:
         self.heard: list[tuple[str, dict[str, Any]]] = []
         self.accused: list[tuple[list[int], str, str]] = []
         self.links = Links(config, lambda kind, fields: self.heard.append((kind, fields)), self._accuse)
-        self.awake = True
+        self.awake, self.waits = True, False
         # A frozen one does nothing; what is sent to it waits.
         self.frozen = self.ended = False
 
@@ -92,7 +92,7 @@ class Net:
         for _ in range(round(seconds / TICK)):
             for node in self.nodes:
                 if not (node.frozen or node.ended):
-                    node.links.tick(TICK, node.awake)
+                    node.links.tick(TICK, node.awake, node.waits)
             self.settle()
 
     def finish(self, number: int) -> bool:
@@ -322,7 +322,10 @@ def test_own_time_that_did_not_pass_accuses_nobody(make: Callable[..., Net]) -> 
 
 
 def test_who_is_awake_is_known_everywhere(make: Callable[..., Net]) -> None:
-    """A stopped rank alone on its node counts, where one elsewhere is awake; nobody where all are stopped."""
+    """A stopped rank alone on its node counts, where one elsewhere is awake; nobody where all are stopped.
+
+    So it is with those that wait in MPI_Finalize.
+    """
     net = make(4)
     net.pass_time(1)
     assert all(node.links.awake for node in net.nodes)
@@ -330,9 +333,10 @@ def test_who_is_awake_is_known_everywhere(make: Callable[..., Net]) -> None:
         node.awake = number == 3
     net.pass_time(1)
     assert [node.links.awake for node in net.nodes] == [True, True, True, False]
-    net.nodes[3].awake = False
+    net.nodes[3].awake, net.nodes[2].waits = False, True
     net.pass_time(1.4)
     assert not any(node.links.awake for node in net.nodes)
+    assert [node.links.waits for node in net.nodes] == [True, True, False, True]
 
 
 def test_hub_stays_to_the_end_of_the_last(make: Callable[..., Net]) -> None:

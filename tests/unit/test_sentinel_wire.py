@@ -18,7 +18,7 @@ FUZZ_SECONDS = float(os.environ.get("BUTTER_MPI_TEST_FUZZ_SECONDS") or 1)
 NOTICE = {"error": "PeerLostError", "lost": [1], "text": "rank 1 was killed", "n": 4, "records": {"1": "a"}}
 FACT = {"origin": 3, "serial": 7}
 MESSAGES: list[dict[str, Any]] = [
-    {"kind": "beat", "awake": True},
+    {"kind": "beat", "awake": True, "waits": False},
     {"kind": "up"},
     {"kind": "begun"},
     {"kind": "over"},
@@ -183,7 +183,9 @@ def test_length_is_bounded() -> None:
         other.feed((LIMIT + 1).to_bytes(4, "big"))
 
 
-@pytest.mark.parametrize("message", [{"kind": "hello"}, {"kind": "beat"}, {"kind": "beat", "awake": 1}, {"kind": "x"}])
+@pytest.mark.parametrize(
+    "message", [{"kind": "hello"}, {"kind": "beat"}, {"kind": "beat", "awake": 1, "waits": False}, {"kind": "x"}]
+)
 def test_what_is_no_message_is_refused(message: dict[str, Any]) -> None:
     """Also one who knows the secret can only say what there is to say."""
     one, other = opened()
