@@ -20,9 +20,11 @@ from butter_mpi.sentinel.connections import Connection, Connections
 if TYPE_CHECKING:
     from butter_mpi.sentinel.wire import Channel
 
-__all__ = ["HUBS", "REMEDY", "Links"]
+__all__ = ["COMPARED", "HUBS", "REMEDY", "Links"]
 
 HUBS = 2
+COMPARED = ("place", "lowest", "show", "shown")
+"""Messages about what ranks of several nodes submit, which these links only carry."""
 REMEDY = (
     "Open the TCP ports of net.ipv4.ip_local_port_range between the nodes of the job, or name the network to use by "
     "watch_interface (BUTTER_MPI_WATCH_INTERFACE); or set watch='node' (BUTTER_MPI_WATCH=node): the watcher of a node "
@@ -146,6 +148,17 @@ class Links:
             self._serial += 1
             self._spread(kind, {"origin": self._me, "serial": self._serial, **fields}, None)
 
+    def say(self, kind: str, to_hubs: bool, **fields: Any) -> None:
+        """Send what these links only carry, to all that this node is linked to, or to the hubs alone."""
+        for peer in self._peers.values():
+            if peer.number < HUBS or not to_hubs:
+                self._send(peer, {"kind": kind, **fields})
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the hub that compares: the first, or, where that is not heard, the second."""
+        return self._me == 0 or (self._me < HUBS and not self._peers[0].heard)
+
     def finish(self) -> bool:
         """Say that this node says nothing more of ranks; returns whether nobody needs this process any more.
 
@@ -246,6 +259,8 @@ class Links:
             peer.misses.add(message["node"])
         elif kind == "hears":
             peer.misses.discard(message["node"])
+        elif kind in COMPARED:
+            self._hear(kind, {"node": peer.number, **message})
         else:
             self._learn(peer, **message)
 

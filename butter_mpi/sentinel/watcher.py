@@ -28,6 +28,7 @@ from butter_mpi.findings import ranks_text
 from butter_mpi.recorder import Entry, Reader
 from butter_mpi.segments import unlink_mapped
 from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.across import Across, Standing
 from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.judging import (
     STAY,
@@ -40,7 +41,7 @@ from butter_mpi.sentinel.judging import (
     mismatch,
     told_by,
 )
-from butter_mpi.sentinel.links import Links
+from butter_mpi.sentinel.links import COMPARED, Links
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.ordering import Orders
 from butter_mpi.sentinel.watched import Rank
@@ -52,6 +53,8 @@ _SOON = 0.02
 _LONGEST_PASSED = 0.5
 _FROZEN = 4.0
 _SHOWN = 8
+# Between two looks at what ranks of several nodes submit.
+_ACROSS = 0.4
 _OWN_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGCHLD}
 # What ranks find themselves and raise on every one of them: a program may expect it.
 _RAISED_BY_ALL = ("CollectiveMismatchError", "StartError")
@@ -101,6 +104,9 @@ class Watcher:
         self._far_missed = 0.0
         self._links = Links(config["links"], self._hear_far, self._accuse_far)
         self._watch(self._links.fileno(), self._links.serve)
+        nodes = len(config["links"]["nodes"])
+        self._across = Across(config["links"]["me"], nodes, self._links.say) if nodes > 1 else None
+        self._across_due = 0.0
         listener = socket.socket(fileno=config["listener"])
         listener.setblocking(False)
         self._watch(listener.fileno(), lambda: self._accept(listener))
@@ -279,6 +285,9 @@ class Watcher:
         """Take what the watcher of another node found, or these links say of it."""
         if kind == "begun":
             self._tell("ready", pid=os.getpid())
+        elif kind in COMPARED:
+            if self._across is not None:
+                self._across.hear(fields["node"], kind, fields)
         elif kind == "notice":
             with contextlib.suppress(TypeError, ValueError):
                 self._judge_far(fields["notice"], fields["epoch"])
@@ -403,6 +412,8 @@ class Watcher:
         if self._epoch not in self._notices and together and awake and self._complete:
             self._judge_submissions(passed)
             self._judge_orders()
+        if self._epoch not in self._notices and together and self._complete:
+            self._judge_across(passed, awake)
         self._free_waiting(passed)
         self._links.tick(passed, awake, bool(self._waiting))
 
@@ -479,6 +490,31 @@ class Watcher:
             self._suspect = None
             for waiting in [*self._late.look(readers, passed), *self._pairs.look(passed)]:
                 self._judge_late(waiting)
+
+    def _judge_across(self, passed: float, awake: bool) -> None:
+        """Judge what ranks of several nodes submit: who differs, and who waits here for ranks elsewhere."""
+        if self._across is None or not all(rank.judged for rank in self._ranks.values()):
+            return
+        readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
+        self._across_due -= passed
+        if self._across_due <= 0:
+            self._across_due = _ACROSS
+            differing = self._across.look(readers, self._epoch, self._standing, self._links.leads)
+            if differing is not None:
+                self._judge(differing)
+                return
+        late, warning = self._across.wait(readers, passed if awake else 0.0)
+        if late is not None:
+            self._judge(late)
+        for rank in self._ranks.values() if warning else ():
+            rank.mention("warning", text=warning)
+
+    def _standing(self, last: Sequence[int]) -> Standing:
+        """Return what other nodes are told of the ranks that are last here."""
+        left = [number for number in last if self._ranks[number].closed]
+        if left:
+            return Standing(0, tuple(left), self._farewells(left), True)
+        return Standing(0, tuple(last), self._positions(last), False)
 
     def _judge_orders(self) -> None:
         """Judge ranks that use this communicator and an older one in different orders; seen twice, as above."""

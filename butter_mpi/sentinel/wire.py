@@ -27,6 +27,7 @@ _HELLO = struct.Struct(f">{len(_MAGIC)}sII{_NUMBER}s")
 _HEAD = struct.Struct(">I")
 _COUNT = struct.Struct(">Q")
 
+_STANDING: dict[str, type] = {"low": int, "ranks": list, "said": str, "closed": bool}
 _FACT: dict[str, type] = {"origin": int, "serial": int}
 FIELDS: dict[str, dict[str, type]] = {
     # between two watchers
@@ -36,6 +37,11 @@ FIELDS: dict[str, dict[str, type]] = {
     "over": {},
     "deaf": {"node": int},
     "hears": {"node": int},
+    # what ranks of several nodes submit, between each node and the hubs
+    "place": {"epoch": int, "at": int, "chain": int, **_STANDING},
+    "lowest": {"epoch": int, "at": int, **_STANDING},
+    "show": {"epoch": int, "first": int},
+    "shown": {"epoch": int, "first": int, "rank": int, "entries": list},
     # from one watcher to all, handed on by each that has not had it
     "notice": {**_FACT, "notice": dict, "epoch": int},
     "gone": {**_FACT, "rank": int, "text": str},

@@ -16,6 +16,7 @@ from butter_mpi.sentinel.wire import FIELDS, SECRET_BYTES, Channel, Refused
 SECRET = bytes(range(SECRET_BYTES))
 FUZZ_SECONDS = float(os.environ.get("BUTTER_MPI_TEST_FUZZ_SECONDS") or 1)
 NOTICE = {"error": "PeerLostError", "lost": [1], "text": "rank 1 was killed", "n": 4, "records": {"1": "a"}}
+STANDING = {"low": 7, "ranks": [4], "said": "rank 4", "closed": False}
 FACT = {"origin": 3, "serial": 7}
 MESSAGES: list[dict[str, Any]] = [
     {"kind": "beat", "awake": True, "waits": False},
@@ -24,6 +25,10 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "over"},
     {"kind": "deaf", "node": 2},
     {"kind": "hears", "node": 2},
+    {"kind": "place", "epoch": 0, "at": 7, "chain": 2**60, **STANDING},
+    {"kind": "lowest", "epoch": 0, "at": 7, **STANDING},
+    {"kind": "show", "epoch": 0, "first": 7},
+    {"kind": "shown", "epoch": 0, "first": 7, "rank": 4, "entries": [[7, 0.5, 2**60, 3, 4, "app.py:1", 10.0, 0]]},
     {"kind": "notice", **FACT, "notice": NOTICE, "epoch": 0},
     {"kind": "gone", **FACT, "rank": 2, "text": "rank 2 was killed"},
     {"kind": "stopped", **FACT, "rank": 2, "text": "rank 2 has been stopped"},
