@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from butter_mpi.control import retire_all, unfinished
+from butter_mpi.control import listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes.base import Plane
@@ -140,8 +140,8 @@ class Ending:
             yield f"leaving: MPI would wait for a rank that is lost: {text}"
         if unfinished():
             yield "leaving: MPI would wait for data of an operation that broke"
-        # Communicators that are being closed, and use the device.
-        yield from wait_for_all(_DETACHED_SECONDS)
+        # Communicators that are being closed, and use the device, until their peers have said that they close too.
+        yield from wait_for_all(_DETACHED_SECONDS, listen_everywhere)
 
     def _leave_child(self) -> NoReturn:
         """End a forked child here: MPI_Finalize, which mpi4py calls next, would hang or disturb the parent.

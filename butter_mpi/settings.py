@@ -146,6 +146,7 @@ class Settings:
     watch: str = "on"
     watch_interface: str | None = None
     verdict_file: str | None = None
+    recorder_file: str | None = None
 
     @classmethod
     def resolve(cls, env: Mapping[str, str], fault: FaultPolicy | None = None, **arguments: Any) -> Settings:
@@ -187,6 +188,7 @@ class Settings:
             "watch": lambda n, v: _choice(n, v, WATCHES),
             "watch_interface": _interfaces,
             "verdict_file": _path,
+            "recorder_file": _path,
         }
         known = {_PREFIX + f.name.upper() for f in fields(cls)}
         for name in sorted(env):
@@ -203,6 +205,7 @@ class Settings:
                 values[name] = check(variable, env[variable])
             if name in given:
                 values[name] = check(name, given[name])
-        if values.get("verdict_file") and values.get("watch") == "off":
-            raise ValueError("verdict_file needs the watcher, which writes it; got watch 'off'")
+        for name in ("verdict_file", "recorder_file"):
+            if values.get(name) and values.get("watch") == "off":
+                raise ValueError(f"{name} needs the watcher, which writes it; got watch 'off'")
         return cls(**values)

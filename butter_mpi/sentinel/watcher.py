@@ -44,6 +44,7 @@ from butter_mpi.sentinel.judging import (
 from butter_mpi.sentinel.links import COMPARED, Links
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.ordering import Orders
+from butter_mpi.sentinel.recordings import Recordings
 from butter_mpi.sentinel.watched import Rank
 
 __all__ = ["Watcher", "main"]
@@ -78,8 +79,8 @@ class Watcher:
     config : dict
         ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node, each with its process),
         ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``host``, ``start`` (seconds in
-        which ranks must come), ``frozen`` (whether stopped ranks are judged), ``file`` (for verdicts; empty: none) and
-        ``links`` (to the watchers of other nodes).
+        which ranks must come), ``frozen`` (whether stopped ranks are judged), ``file`` (for verdicts; empty: none),
+        ``links`` (to the watchers of other nodes) and ``recordings`` (what :class:`Recordings` is made of).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -96,6 +97,7 @@ class Watcher:
         self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
         self._late, self._pairs = Late(), Pairs(self._ranks)
         self._orders, self._crossed = Orders(config["name"]), False
+        self._recordings = Recordings(**config["recordings"])
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
@@ -123,8 +125,9 @@ class Watcher:
 
     def run(self) -> None:
         """Serve until the last rank has left or is gone."""
-        while not self._over():
-            for fd, _ in self._poll.poll(max(0.0, self._due - time.monotonic())):
+        while self._recordings.pending or not self._over():
+            idle = 0.0 if self._recordings.pending else self._due - time.monotonic()
+            for fd, _ in self._poll.poll(max(0.0, idle)):
                 if fd in self._handlers:
                     self._handlers[fd]()
             self._bury()
@@ -133,6 +136,7 @@ class Watcher:
                 # Time in which this process itself did not run proves nothing about others.
                 passed, self._looked, self._due = min(now - self._looked, _LONGEST_PASSED), now, now + _TICK
                 self._look(passed)
+            self._recordings.write()
 
     @property
     def _living(self) -> list[Rank]:
@@ -313,6 +317,7 @@ class Watcher:
             self._cry(f"butter_mpi: the watcher of {self._config['host']} hears: {said}\n", None)
         self._tell("notice", notice=kept, epoch=epoch)
         self._write(verdict)
+        self._recordings.ask(self._ranks.values(), verdict.text)
 
     def _accuse_far(self, ranks: Sequence[int], text: str, phase: str) -> None:
         """Judge what the links found: nodes that are silent, or that cannot be reached in the start."""
@@ -360,6 +365,7 @@ class Watcher:
             if rank is not said_by and rank.lives:
                 rank.tell("notice", notice=notice, epoch=epoch)
         self._write(verdict)
+        self._recordings.ask(self._ranks.values(), verdict.text)
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
