@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "Connections"]
 
 _SECONDS_TO_PROVE = 2.0
-_MOST_STRANGERS = 64
+_MOST_STRANGERS = 1024
+_MOST_BETWEEN_TICKS = 512
 _MOST_UNSENT = 1 << 22
 _CHUNK = 1 << 16
 
@@ -136,7 +137,8 @@ class Connections:
         for fd, listener in self._listeners.items():
             listener.setblocking(False)
             self._poll.register(fd, select.EPOLLIN)
-        self._most = self._allowed = _MOST_STRANGERS + expected
+        self._most_strangers = _MOST_STRANGERS + expected
+        self._most_between = self._allowed = _MOST_BETWEEN_TICKS + expected
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something for :meth:`serve`."""
@@ -163,7 +165,7 @@ class Connections:
             connection.age += passed
             if not connection.proved and connection.age >= _SECONDS_TO_PROVE:
                 self.drop(connection, "no answer")
-        self._allowed = self._most
+        self._allowed = self._most_between
         for fd in self._listeners:
             self._poll.modify(fd, select.EPOLLIN)
 
@@ -223,7 +225,7 @@ class Connections:
             self._poll.modify(listener.fileno(), 0)
             return
         self._allowed -= 1
-        if len(self._strangers) >= self._most:
+        if len(self._strangers) >= self._most_strangers:
             self.drop(next(iter(self._strangers.values())))
         with contextlib.suppress(OSError), beyond_standard():
             sock, _ = listener.accept()

@@ -24,7 +24,8 @@ __all__ = ["ALONE", "Door", "addresses", "leaders"]
 ALONE: dict[str, Any] = {"me": 0, "nodes": [["", []]], "hubs": [], "listeners": [], "secret": "", "patience": 0.0}
 """What the watcher of the only node is told of others."""
 _SECRET_BYTES = 32
-_BACKLOG = 4096
+# Where the queue is full of strangers, who comes last must not wait for long.
+_BACKLOG = 512
 _MOST_PATIENCE = 15.0
 _RESOLVE_SECONDS = 2.0
 _INSIDE = ("lo", "docker", "virbr")
@@ -55,7 +56,7 @@ def addresses(names: str | None) -> list[str]:
     rows = {row["name"]: row["addresses"] for row in interfaces() if row["up"]}
     if names is not None:
         return [one for name in names.split(",") for one in rows.get(name, ()) if not _link_local(one)]
-    named = [one for one in _named() if not _local(one)]
+    named = [one for one in _named() if not _local(one) and _own(one)]
     outer = [one for name, every in rows.items() if not name.startswith(_INSIDE) for one in every]
     inner = [one for every in rows.values() for one in every]
     for found in (named, outer, inner):
@@ -71,6 +72,21 @@ def _named() -> list[str]:
     with contextlib.suppress(OSError, Overdue):
         return [str(one[4][0]) for one in call.result(Watch(_RESOLVE_SECONDS), "the host's name")]
     return []
+
+
+def _own(address: str) -> bool:
+    """Whether it is this host's: behind an address translation its name means another one."""
+    try:
+        with beyond_standard(), _socket(address) as sock:
+            sock.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _socket(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
 
 
 def _local(address: str) -> bool:
@@ -126,13 +142,12 @@ class Door:
     def _listen(self, names: str | None) -> None:
         failures = []
         for address in addresses(names):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
             with beyond_standard():
-                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                sock = _socket(address)
             self._sockets.append(sock)
             try:
                 sock.bind((address, 0))
-                sock.listen(_BACKLOG)
+                sock.listen(_BACKLOG + len(self._nodes))
             except OSError as error:
                 self._sockets.pop().close()
                 failures.append(f"{address}: {error.strerror}")

@@ -293,7 +293,7 @@ class Watcher:
             if self._across is not None:
                 self._across.hear(fields["node"], kind, fields)
         elif kind == "notice":
-            with contextlib.suppress(TypeError, ValueError):
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):
                 self._judge_far(fields["notice"], fields["epoch"])
         else:
             if kind == "running":

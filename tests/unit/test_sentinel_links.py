@@ -413,12 +413,20 @@ def test_two_jobs_do_not_meet(make: Callable[..., Net]) -> None:
     assert other.nodes[1].accused and not other.nodes[1].told("begun")
 
 
-def test_silent_strangers_are_ended_and_keep_out_nobody(make: Callable[..., Net]) -> None:
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Fewer strangers than a test can make."""
+    monkeypatch.setattr(connections, "_MOST_STRANGERS", 64)
+    monkeypatch.setattr(connections, "_MOST_BETWEEN_TICKS", 64)
+    return 64
+
+
+def test_silent_strangers_are_ended_and_keep_out_nobody(make: Callable[..., Net], few: int) -> None:
     """Of too many the oldest goes, each after two seconds; who knows the secret comes in between them."""
     net = make(3, start=False)
-    held = [net.stranger() for _ in range(3 * connections._MOST_STRANGERS)]
+    held = [net.stranger() for _ in range(3 * few)]
     net.settle()
-    assert len(net.nodes[0].links._connections._strangers) <= connections._MOST_STRANGERS + 2
+    assert len(net.nodes[0].links._connections._strangers) <= few + 2
     for node in net.nodes:
         node.links.up()
     net.pass_time(1)
@@ -429,10 +437,10 @@ def test_silent_strangers_are_ended_and_keep_out_nobody(make: Callable[..., Net]
     assert not any(node.accused for node in net.nodes)
 
 
-def test_flood_does_not_keep_a_watcher_from_its_work(make: Callable[..., Net]) -> None:
+def test_flood_does_not_keep_a_watcher_from_its_work(make: Callable[..., Net], few: int) -> None:
     """In one turn it takes in one, and no more between two ticks than it may."""
     net = make(2)
-    held = [net.stranger() for _ in range(1000)]
+    held = [net.stranger() for _ in range(4 * few)]
     taken = 0
     while select.select([net.nodes[0].links.fileno()], [], [], 0.05)[0]:
         net.nodes[0].links.serve()
@@ -441,7 +449,7 @@ def test_flood_does_not_keep_a_watcher_from_its_work(make: Callable[..., Net]) -
     assert net.nodes[0].links._connections._allowed == 0
     net.nodes[1].links.publish("gone", rank=2, text="in the flood")
     net.settle()
-    assert net.nodes[0].told("gone") and len(held) == 1000
+    assert net.nodes[0].told("gone") and len(held) == 4 * few
 
 
 @pytest.mark.parametrize("kind", ["cut", "gone", "notice", "hears"])
