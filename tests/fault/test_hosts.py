@@ -232,6 +232,18 @@ def test_killed_rank_is_raised_on_the_other_host(hosts: Hosts) -> None:
     assert sum(re.search(r"the watcher of host\d hears: rank 1/4", line) is not None for line in lines) == 1, lines
 
 
+def test_killed_rank_is_raised_everywhere_though_the_first_hub_is_stopped() -> None:
+    """What is found travels over the other one."""
+    with Hosts(3) as three, three.start_job(3, STAY, mpi="openmpi", options=OPTIONS["openmpi"]) as job:
+        standing(job, 3)
+        os.kill(watcher(job, "host1"), signal.SIGSTOP)
+        at = job.signal(2, signal.SIGKILL)
+        when, text = raised(job, 1)
+        job.kill()
+    assert text.startswith("(2,) ") and "rank 2/3 on host3" in text and "was killed by SIGKILL" in text, text
+    assert when - at <= _SOON, (when - at, text)
+
+
 def test_killed_rank_is_in_the_file_of_each_host_where_the_launcher_ends_all(hosts: Hosts, tmp_path: Path) -> None:
     """MPICH's launcher leaves no time: each host's watcher names the rank that was killed, not one that was ended.
 
