@@ -28,6 +28,9 @@ FIELDS: dict[str, dict[str, type]] = {
     "bye": {},
     "broken": {"notice": dict, "epoch": int},
     "resume": {"sequence": int, "pairs": int, "epoch": int},
+    "come": {"what": str, "sequence": int, "pairs": int, "limit": float},
+    "elsewhere": {"what": str},
+    "post": {"to": list, "letter": str, "body": dict, "generation": int},
     # from the watcher
     "ready": {"pid": int},
     "notice": {"notice": dict, "epoch": int},
@@ -35,6 +38,9 @@ FIELDS: dict[str, dict[str, type]] = {
     "stopped": {"rank": int, "text": str},
     "running": {"rank": int},
     "warning": {"text": str},
+    "gathered": {"what": str, "ranks": list, "sequence": int, "pairs": int, "generation": int},
+    "refused": {"error": str, "text": str, "lost": list},
+    "letter": {"by": int, "letter": str, "body": dict, "generation": int},
 }
 
 

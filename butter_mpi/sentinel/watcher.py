@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from butter_mpi.descent import Descent
 from butter_mpi.findings import ranks_text
 from butter_mpi.recorder import Entry, Reader
 from butter_mpi.segments import unlink_mapped
@@ -42,6 +43,7 @@ from butter_mpi.sentinel.judging import (
 )
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.ordering import Orders
+from butter_mpi.sentinel.relay import KINDS, Relay
 from butter_mpi.sentinel.watched import Rank
 
 __all__ = ["Watcher", "main"]
@@ -73,8 +75,9 @@ class Watcher:
     ----------
     config : dict
         ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node, each with its process),
-        ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``host``, ``start`` (seconds in
-        which ranks must come), ``frozen`` (whether stopped ranks are judged) and ``file`` (for verdicts; empty: none).
+        ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``descent`` (of it, as a mapping),
+        ``host``, ``start`` (seconds in which ranks must come), ``frozen`` (whether stopped ranks are judged) and
+        ``file`` (for verdicts; empty: none).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -91,6 +94,8 @@ class Watcher:
         self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
         self._late, self._pairs = Late(), Pairs(self._ranks)
         self._orders, self._crossed = Orders(config["name"]), False
+        self._descent = Descent.of_facts(config["descent"])
+        self._relay = Relay(lambda: self._ranks, self._who, self._begin, self._judge)
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
@@ -115,6 +120,7 @@ class Watcher:
                 if fd in self._handlers:
                     self._handlers[fd]()
             self._bury()
+            self._relay.look(0.0)
             now = time.monotonic()
             if now >= self._due:
                 # Time in which this process itself did not run proves nothing about others.
@@ -211,6 +217,8 @@ class Watcher:
             self._broken(rank, message["notice"], message["epoch"])
         elif kind == "resume":
             self._resume(rank, message["sequence"], message["pairs"], message["epoch"])
+        elif kind in KINDS:
+            self._relay.hear(rank, message)
         return True
 
     def _no_more_of(self, rank: Rank) -> None:
@@ -227,7 +235,9 @@ class Watcher:
         self._no_more_of(rank)
         if rank.lives:
             rank.gone = True
-            self._dead.append(rank)
+            # Others went on without one that is not among them.
+            if self._ranks.get(rank.number) is rank:
+                self._dead.append(rank)
 
     def _bury(self) -> None:
         """Judge the processes that have ended, in the order in which that was seen."""
@@ -353,6 +363,7 @@ class Watcher:
             self._judge_submissions(passed)
             self._judge_orders()
         self._free_waiting(passed)
+        self._relay.look(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
@@ -497,6 +508,20 @@ class Watcher:
         for other in self._ranks.values():
             if other.death is not None:
                 self._judge(other.death, epoch)
+
+    def _begin(self, survivors: Sequence[int]) -> None:
+        """Give the ranks that go on new numbers, in their old order; the others are no ranks any more."""
+        ranks = [self._ranks[number] for number in survivors]
+        self._descent = self._descent.shrunk(survivors)
+        self._ranks = dict(enumerate(ranks))
+        for number, rank in self._ranks.items():
+            rank.number = number
+        who = {str(number): self._descent.who(number, self._config["host"]) for number in self._ranks}
+        self._config = {**self._config, "name": self._descent.name, "who": who}
+        self._dead = [rank for rank in self._dead if rank in ranks]
+        self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
+        self._orders, self._crossed = Orders(self._descent.name), False
+        self.__dict__.pop("_older", None)
 
 
 def main() -> None:

@@ -76,6 +76,7 @@ class Node:
             "ranks": pids,
             "who": {rank: f"rank {rank}/8 on n01" for rank in ranks},
             "name": "dup 1",
+            "descent": {"name": "dup 1", "origin": "init", "size": 8, "ranks": list(range(8))},
             "host": "n01",
             "start": start,
             "frozen": True,
