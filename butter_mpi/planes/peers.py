@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from butter_mpi import errors
 from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.control import Control, Duplicate, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.detached import Detached
-from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
+from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, NotSupportedError, PeerLostError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.submitting import Signed
 from butter_mpi.planes.waiting import Waiting, error_from, farewells, notice_of
 from butter_mpi.sentinel.client import Sentinel
+from butter_mpi.sentinel.gathering import RECONNECT
+from butter_mpi.sentinel.relayed import MOST_BYTES, RelayedControl
 
 __all__ = ["PeerPlane", "Task"]
 
@@ -54,7 +57,8 @@ class PeerPlane(Plane):
     Parameters
     ----------
     comms : tuple of three mpi4py communicators
-        Duplicates that nobody else uses: control, data, and one in reserve for a reconnect.
+        Duplicates that nobody else uses: control, data, and one in reserve for a reconnect. After a shrink there is a
+        ``RelayedControl`` alone, and no MPI.
     mpi : module
         ``mpi4py.MPI``.
     start_deadline : float
@@ -81,7 +85,7 @@ class PeerPlane(Plane):
         self._begun: Duplicate | None = None
         self._sentinel, self._on_verdict = sentinel, on_verdict
         self._untold = self._verdict_heard = False
-        self._mpi, self._start_deadline = mpi, start_deadline
+        self._mpi, self.start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._transport_errors = (mpi.Exception,)
         self._ended = mpi.Is_finalized
@@ -228,6 +232,15 @@ class PeerPlane(Plane):
     def _raw(self, array: npt.NDArray[Any]) -> list[Any]:
         return [array.view(np.uint8), self._mpi.BYTE]
 
+    def all_gather_json(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, as ``Submitting`` says; what the watcher carries is bounded."""
+        if isinstance(self._control, RelayedControl) and len(payload) > MOST_BYTES:
+            raise ValueError(
+                f"{self.who}: all_gather_json: {len(payload)} bytes; after a shrink the watcher carries it, at most "
+                f"{MOST_BYTES}"
+            )
+        return super().all_gather_json(payload)
+
     def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
         if self._sentinel is not None:
             self._sentinel.recorder.exchange(record["kind"], record["n"], record["at"])
@@ -239,6 +252,9 @@ class PeerPlane(Plane):
         return gathered
 
     def _gather_bytes(self, payload: bytes, gathered: list[bytes]) -> Task:
+        if isinstance(self._control, RelayedControl):
+            gathered.extend((yield from self._control.gathering(payload)))
+            return
         lengths, own = np.empty(self._world_size, np.int64), np.array([len(payload)])
         yield from self._wait((own, lengths), self._data.Iallgather, self._raw(own), self._raw(lengths))
         stage = np.frombuffer(payload.ljust(int(lengths.max()), b"\0"), np.uint8)
@@ -256,7 +272,15 @@ class PeerPlane(Plane):
         ------
         CollectiveTimeoutError, CommunicatorBrokenError
             It did not come back, or a rank ended in it: this communicator is poisoned.
+        NotSupportedError
+            There is no MPI after a shrink.
         """
+        if self._data is None:
+            raise NotSupportedError(
+                f"{self.who}: {what} needs MPI, which is not used any more after a shrink: make the parts before, or "
+                "start a new job",
+                needs="MPI",
+            )
         record = control_signature(what, self.sequence, call_site())
         given = self._mpi.UNDEFINED if color is None else color
         with self._poisoning(record):
@@ -344,10 +368,93 @@ class PeerPlane(Plane):
         if self._sentinel is not None:
             self._sentinel.repeat()
 
+    @property
+    def sentinel(self) -> Sentinel | None:
+        """This rank's end of the watcher."""
+        return self._sentinel
+
+    @property
+    def largest_pair(self) -> int:
+        """The largest number of a send or receive."""
+        return max(self._pairs.values(), default=self._pairs_from)
+
+    def stop_for_good(self) -> None:
+        """Stop what broke, and wait a moment for that; host memory has nothing under way by itself."""
+
+    def survivors(self) -> tuple[Any, list[int]]:
+        """Return a communicator of the ranks that a fault-tolerant MPI says are left, and their numbers here.
+
+        Raises
+        ------
+        CollectiveTimeoutError
+            MPI_Comm_shrink does not come back: a rank is stopped, or does not call this.
+        """
+        data = self._data
+        # What is still under way on them ends by that.
+        for comm in self._mpi_comms():
+            with contextlib.suppress(self._mpi.Exception):
+                comm.Revoke()
+        call = Detached(data.Shrink, f"{self.who}: shrink: MPI_Comm_shrink has not come back")
+        try:
+            comm = call.result(Watch(self.start_deadline), "shrink")
+        except Overdue as error:
+            stopped = "; ".join(self._lost().values()) or "every rank that lives must call shrink() together"
+            raise CollectiveTimeoutError(
+                f"{self.who}: shrink: MPI_Comm_shrink has not come back within {error.elapsed:.1f} s (start deadline): "
+                f"{stopped}",
+                operation="shrink",
+                phase="reconnect",
+                elapsed=error.elapsed,
+            ) from error
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        ranks = self._mpi.Group.Translate_ranks(comm.group, list(range(comm.size)), data.group)
+        return comm, list(ranks)
+
+    def _mpi_comms(self) -> list[Any]:
+        return [comm for comm in (self._control.comm, self._data, self._reserve) if comm is not None]
+
+    def let_go_of_watcher(self) -> None:
+        """Leave the watcher to another communicator."""
+        self._sentinel = self._write = None
+
+    def replace(self, by: str) -> None:
+        """End this broken communicator, as survivors go on in another one; nothing is told to anybody."""
+        self.let_go_of_watcher()
+        self._control.abandon()
+        self.health.replace(by)
+        self._void()
+
     def _reconnect(self) -> None:
         self._refuse_unwatched()
+        if isinstance(self._control, RelayedControl):
+            self._reconnect_relayed()
+        else:
+            self._reconnect_over_mpi()
+        self._verdict_heard = self._untold = False
+        self._control.where = _whereabouts
+
+    def _reconnect_relayed(self) -> None:
+        """Meet every rank through the watcher."""
+        assert self._sentinel is not None
+        answer = self._sentinel.gather(RECONNECT, self.sequence, self.largest_pair, self.start_deadline)
+        if answer["kind"] == "refused":
+            raise self.refused(RECONNECT, answer)
+        self._control.abandon()
+        self._control = RelayedControl(self._sentinel)
+        self.go_on_from(answer["sequence"], answer["pairs"])
+        self._sentinel.resume(self.sequence, self._pairs_from)
+
+    def refused(self, what: str, answer: Mapping[str, Any]) -> CommunicatorBrokenError:
+        """Return what the watcher's decision is raised as."""
+        kind: type[CommunicatorBrokenError] = getattr(errors, answer["error"])
+        facts = {"lost_ranks": tuple(answer["lost"]), "operation": what, "phase": "reconnect"}
+        return kind(f"{self.who}: {what}: {answer['text']}", **facts)
+
+    def _reconnect_over_mpi(self) -> None:
         first = self._first_step()
-        watch = Watch(self._start_deadline)
+        watch = Watch(self.start_deadline)
+        if self._sentinel is not None:
+            self._sentinel.call_elsewhere(RECONNECT)
         try:
             control = Control(self._come_together(first, watch), self._mpi)
             data = duplicate(first.comm, self._mpi, watch, self._everybody_there)
@@ -361,14 +468,13 @@ class PeerPlane(Plane):
                 phase="reconnect",
                 elapsed=error.elapsed,
             ) from error
+        finally:
+            if self._sentinel is not None:
+                self._sentinel.call_elsewhere("")
         self._retire("moved on", {})
-        control.where = _whereabouts
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, first.comm
-        self.sequence = max(sequence for sequence, _ in numbers)
-        self._pairs.clear()
-        self._pairs_from = max(pair for _, pair in numbers)
-        self._verdict_heard = self._untold = False
+        self.go_on_from(max(sequence for sequence, _ in numbers), max(pair for _, pair in numbers))
         if self._sentinel is not None:
             self._sentinel.resume(self.sequence, self._pairs_from)
 
@@ -386,10 +492,16 @@ class PeerPlane(Plane):
         """
         try:
             self._await_continued(watch)
-            return first.wait(watch, self._everybody_there)
-        except PeerLostError:
+            return first.wait(watch, self._come_by)
+        except CommunicatorBrokenError:
             self._begun = first
             raise
+
+    def _come_by(self) -> None:
+        """Raise where a rank will not come: it is lost, or calls something else; which counts until all have come."""
+        if self._sentinel is not None and self._sentinel.answers:
+            raise self.refused(RECONNECT, self._sentinel.answers.popleft())
+        self._everybody_there()
 
     def _await_continued(self, watch: Watch) -> None:
         """Leave the watcher the time to see that ranks which were stopped run again."""
