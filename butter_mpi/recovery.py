@@ -42,7 +42,7 @@ def started_by() -> list[list[str]]:
     list of list of str
         Those that can be read.
     """
-    return [line.split("\0") for line in _command_lines()]
+    return [line.rstrip("\0").split("\0") for line in _command_lines()]
 
 
 def _command_lines() -> Iterator[str]:

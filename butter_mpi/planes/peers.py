@@ -398,10 +398,12 @@ class PeerPlane(Plane):
         try:
             comm = call.result(Watch(self.start_deadline), "shrink")
         except Overdue as error:
-            stopped = "; ".join(self._lost().values()) or "every rank that lives must call shrink() together"
+            lost = self._lost()
+            stopped = "; ".join(lost.values()) or "every rank that lives must call shrink() together"
             raise CollectiveTimeoutError(
                 f"{self.who}: shrink: MPI_Comm_shrink has not come back within {error.elapsed:.1f} s (start deadline): "
                 f"{stopped}",
+                lost_ranks=tuple(lost),
                 operation="shrink",
                 phase="reconnect",
                 elapsed=error.elapsed,

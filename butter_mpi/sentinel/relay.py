@@ -74,8 +74,8 @@ class Relay:
         if message["generation"] != self._generation or len(json.dumps(message["body"])) > LETTER_BYTES:
             return
         letter = {name: message[name] for name in ("letter", "body", "generation")}
-        for number in message["to"]:
-            other = self._ranks().get(number) if isinstance(number, int) else None
+        for number in {one for one in message["to"] if type(one) is int}:
+            other = self._ranks().get(number)
             if other is None or not other.lives:
                 continue
             if other.unsent < _MOST_UNSENT:
