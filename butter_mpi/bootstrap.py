@@ -51,6 +51,7 @@ __all__ = ["abort_job", "init", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
 _WORD_SECONDS = 0.5
+_GO_ON = "Survivors go on with comm.shrink(), called by every rank that lives"
 _STARTS = itertools.count(1)
 
 
@@ -460,7 +461,7 @@ class _Start:
 
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
         ENDING.watch(plane)
-        plane.health.remark = self._descent.remark
+        plane.health.remark = self._remark
         if self._comm.size == self._mpi.COMM_WORLD.size:
             ENDING.everybody_started()
         if report.warnings and plane.rank() == 0:
@@ -475,6 +476,11 @@ class _Start:
             part=lambda *part: self._part(plane, *part),
             survive=lambda: self._survive(plane),
         )
+
+    def _remark(self, lost: Sequence[int]) -> str:
+        """Return what the loss of ranks means for other communicators, and for whoever wants to go on."""
+        goes_on = lost and self._settings.action == SHRINK
+        return "\n".join(filter(None, [self._descent.remark(lost), _GO_ON if goes_on else ""]))
 
     def _part(
         self, plane: Plane, what: str, name: str, color: int | None, ranks: Sequence[int], nodes: Sequence[str]

@@ -28,6 +28,10 @@ from butter_mpi.sentinel.relayed import MOST_BYTES, RelayedControl
 __all__ = ["PeerPlane", "Task"]
 
 _GRACE = 0.5
+# Open MPI's detector has seen a rank that is stopped by then, where there is one.
+_HUNG = 3.0
+_DETECTOR = "MPI takes a rank that is stopped for lost with mpirun --mca mpi_ft_detector true ... only"
+_TOGETHER = "every rank that lives must call shrink() together"
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 _PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
 
@@ -394,15 +398,19 @@ class PeerPlane(Plane):
         for comm in self._mpi_comms():
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
-        call = Detached(data.Shrink, f"{self.who}: shrink: MPI_Comm_shrink has not come back")
+        call, of_stopped = Detached(data.Shrink, f"{self.who}: shrink: MPI_Comm_shrink has not come back"), Watch(_HUNG)
+
+        def look() -> None:
+            if self._sentinel is not None and self._sentinel.stopped and of_stopped.tick():
+                raise Overdue("shrink", of_stopped.elapsed)
+
         try:
-            comm = call.result(Watch(self.start_deadline), "shrink")
+            comm = call.result(Watch(self.start_deadline), "shrink", look)
         except Overdue as error:
             lost = self._lost()
-            stopped = "; ".join(lost.values()) or "every rank that lives must call shrink() together"
+            why = f"{'; '.join(lost.values())}. {_DETECTOR}" if lost else _TOGETHER
             raise CollectiveTimeoutError(
-                f"{self.who}: shrink: MPI_Comm_shrink has not come back within {error.elapsed:.1f} s (start deadline): "
-                f"{stopped}",
+                f"{self.who}: shrink: MPI_Comm_shrink has not come back within {error.elapsed:.1f} s: {why}",
                 lost_ranks=tuple(lost),
                 operation="shrink",
                 phase="reconnect",

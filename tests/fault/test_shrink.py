@@ -118,6 +118,7 @@ assert total(comm) == 6
 if RANK == 0:
     die()
 error = lost(comm)
+assert error.__notes__ == ["Survivors go on with comm.shrink(), called by every rank that lives"], error.__notes__
 new = comm.shrink()
 assert total(new) == 3
 say(f"back {time.monotonic()} {new!r}")
