@@ -30,7 +30,6 @@ from butter_mpi.errors import (
     StartTimeoutError,
     text_of,
 )
-from butter_mpi.findings import ranks_text
 from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
 from butter_mpi.library import open_library
@@ -41,17 +40,15 @@ from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
-from butter_mpi.recovery import cannot_recover, fault_tolerant, started_by
 from butter_mpi.sentinel.client import WATCHED, Offer, Sentinel
 from butter_mpi.sentinel.gathering import SHRINK
-from butter_mpi.sentinel.relayed import RelayedControl
 from butter_mpi.settings import FaultPolicy, Settings
+from butter_mpi.survivors import Survivors, no_recovery
 
 __all__ = ["abort_job", "init", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
 _WORD_SECONDS = 0.5
-_GO_ON = "Survivors go on with comm.shrink(), called by every rank that lives"
 _STARTS = itertools.count(1)
 
 
@@ -224,26 +221,12 @@ def _asked(
             f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but "
             "from any thread: needs SERIALIZED or higher (mpi4py's default, or mpi4py.rc.thread_level = 'serialized')"
         )
-    if settings.action == SHRINK and size > 1 and (why := _no_recovery(mpi, over_mpi=settings.plane == "host")):
+    if settings.action == SHRINK and size > 1 and (why := no_recovery(mpi, over_mpi=settings.plane == "host")):
         failures.append(f"init: action 'shrink': {why}")
     return _Asked(settings, checked, handle, failures)
 
 
-def _no_recovery(mpi: Any, *, over_mpi: bool) -> str:
-    """Return why survivors of this job cannot go on; empty: they can."""
-    env = c_environment()
-    return cannot_recover(read_launch(env), mpi.Get_library_version(), env, started_by(), over_mpi=over_mpi)
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """A rank and a number of ranks, where there is no MPI communicator that says so."""
-
-    rank: int
-    size: int
-
-
-class _Start:
+class _Start(Survivors):
     """The steps of one start, under one deadline."""
 
     def __init__(
@@ -356,7 +339,7 @@ class _Start:
                 sentinel.look_at_start()
 
         try:
-            report = _passed(compare(control, record, self._watch, look))
+            report = self._compared(control, record, look)
             self._refuse_without_recovery(report.plane, sentinel)
             data = duplicate(self._comm, self._mpi, self._watch, look)
             reserve = duplicate(self._comm, self._mpi, self._watch, look)
@@ -375,21 +358,10 @@ class _Start:
         plane.listen_to_watcher()
         return self._made(plane, report, record)
 
-    def _refuse_without_recovery(self, plane: str, sentinel: Sentinel | None) -> None:
-        """Refuse a start that asks for survivors to go on where they cannot, the same on every rank."""
-        if self._settings.action == SHRINK and (why := self._cannot_shrink(plane == "host", sentinel)):
-            raise NotSupportedError(f"{self._who}: start: action 'shrink': {why}", needs="recovery")
-
-    def _cannot_shrink(self, on_host: bool, sentinel: Sentinel | None) -> str:
-        """Return why survivors cannot go on, with the remedy; empty: they can."""
-        if _over_mpi(on_host, sentinel) and not on_host and not fault_tolerant(c_environment()):
-            if sentinel is None:
-                return "ranks agree on who goes on through the watcher, and watch is 'off'; leave it on"
-            return (
-                "ranks are on several nodes, whose watchers do not agree with one another on who goes on; start the "
-                "job on one node, or with Open MPI 5 and its fault tolerance: mpirun --with-ft ulfm ..."
-            )
-        return _no_recovery(self._mpi, over_mpi=on_host)
+    def _compared(
+        self, control: Control, record: dict[str, Any], look: Callable[[], None]
+    ) -> preflight.PreflightReport:
+        return _passed(compare(control, record, self._watch, look))
 
     def _started(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:
         plane = self._nccl(comms, record, options)
@@ -477,11 +449,6 @@ class _Start:
             survive=lambda: self._survive(plane),
         )
 
-    def _remark(self, lost: Sequence[int]) -> str:
-        """Return what the loss of ranks means for other communicators, and for whoever wants to go on."""
-        goes_on = lost and self._settings.action == SHRINK
-        return "\n".join(filter(None, [self._descent.remark(lost), _GO_ON if goes_on else ""]))
-
     def _part(
         self, plane: Plane, what: str, name: str, color: int | None, ranks: Sequence[int], nodes: Sequence[str]
     ) -> Communicator | None:
@@ -510,111 +477,9 @@ class _Start:
         self._free(comm)
         return made
 
-    # -- after a loss ------------------------------------------------------------------------------------------------
-
-    def _survive(self, plane: Plane) -> Communicator:
-        """Return a communicator of the ranks that are left of a broken one, which it replaces."""
-        with LANE.held(plane.who, SHRINK, plane.deadline), ENDING.starting():
-            plane.check_no_group(SHRINK)
-            if plane.is_healthy():
-                raise ValueError(f"{plane.who}: shrink: nothing broke here; split makes parts of a healthy one")
-            if plane.health.closed or plane.health.cause is None:
-                plane.check_open(SHRINK)
-            assert isinstance(plane, PeerPlane)
-            sentinel, on_host = plane.sentinel, not plane.on_device
-            if why := self._cannot_shrink(on_host, sentinel):
-                raise NotSupportedError(f"{plane.who}: shrink: {why}", needs="recovery")
-            plane.stop_for_good()
-            if sentinel is None or _over_mpi(on_host, sentinel):
-                made, descent = self._survive_over_mpi(plane)
-            else:
-                made, descent = self._survive_watched(plane, sentinel)
-            plane.replace(f"{descent.name}: {ranks_text(descent.ranks)} of {descent.origin}")
-            ENDING.shrunk()
-            return made
-
-    def _survivors(self, plane: Plane, descent: Descent, comm: Any, node: str) -> _Start:
-        """Return the start of those that go on: as the broken one was asked for, but for what it was planned to do."""
-        settings = replace(
-            self._settings,
-            plane="nccl" if plane.on_device else "host",
-            require_transport=applicable(self._settings.require_transport, [node] * comm.size),
-        )
-        return _Start(comm, self._mpi, replace(self._asked, settings=settings, plan=None, failures=[]), descent)
-
-    def _survive_watched(self, plane: PeerPlane, sentinel: Sentinel) -> tuple[Communicator, Descent]:
-        """Go on with those of this node that its watcher says are left, anew where one is lost meanwhile."""
-        sequence, pairs = plane.sequence, plane.largest_pair
-        while True:
-            answer = sentinel.gather(SHRINK, sequence, pairs, plane.start_deadline)
-            if answer["kind"] == "refused":
-                raise plane.refused(SHRINK, answer)
-            sequence, pairs, descent = answer["sequence"], answer["pairs"], sentinel.descent
-            sentinel.resume(sequence, pairs)
-            start = self._survivors(plane, descent, _Numbers(sentinel.rank, len(descent.ranks)), "this node")
-            try:
-                made = start.go_on(sentinel, sequence, pairs)
-            except (StartError, Overdue) as error:
-                if not sentinel.lost_another(_WORD_SECONDS):
-                    raise start.unfinished(SHRINK, error) from error
-            else:
-                sentinel.stay_last()
-                return made, descent
-
-    def go_on(self, sentinel: Sentinel, sequence: int, pairs: int) -> Communicator:
-        """Start without MPI: what ranks tell one another goes through the watcher that they have."""
-        record = self._collect()
-        if self._comm.size == 1:
-            made = self._alone(record)
-            made._plane.go_on_from(sequence, pairs)
-            sentinel.stay_last()
-            sentinel.close()
-            return made
-        control = RelayedControl(sentinel)
-        report = _passed(compare(control, record, self._watch, sentinel.look_at_start))
-        options = self._peer_options(sentinel)
-        plane = self._nccl((control, None, None), record, options)
-        try:
-            plane.start(self._watch)
-        except BaseException:
-            # It goes on with those that are left then.
-            plane.let_go_of_watcher()
-            plane.close("not started")
-            raise
-        plane.go_on_from(sequence, pairs)
-        plane.listen_to_watcher()
-        return self._made(plane, report, record)
-
-    def unfinished(self, what: str, error: StartError | Overdue) -> StartError:
-        """Return what a start without MPI that failed is raised as."""
-        if isinstance(error, StartError):
-            return error
-        text = f"{self._who}: {what}: '{error.phase}' has not come to its end within {error.elapsed:.1f} s"
-        return StartTimeoutError(text, phase=error.phase, elapsed=error.elapsed)
-
-    def _survive_over_mpi(self, plane: PeerPlane) -> tuple[Communicator, Descent]:
-        """Go on with those that a fault-tolerant MPI says are left."""
-        comm, ranks = plane.survivors()
-        descent = self._descent.shrunk(ranks)
-        made = self._survivors(plane, descent, comm, "this node").run()
-        numbers = made.all_gather_json([plane.sequence, plane.largest_pair])
-        sequence, pairs = (max(column) for column in zip(*numbers, strict=True))
-        made._plane.go_on_from(sequence, pairs)
-        if isinstance(made._plane, PeerPlane) and made._plane.sentinel is not None:
-            made._plane.sentinel.resume(sequence, pairs)
-            made._plane.sentinel.stay_last()
-        if plane.sentinel is not None:
-            plane.sentinel.close()
-        return made, descent
-
     def _free(self, comm: Any) -> None:
         if comm != self._mpi.COMM_SELF:
             comm.Free()
-
-
-def _over_mpi(on_host: bool, sentinel: Sentinel | None) -> bool:
-    """Whether survivors agree and go on over MPI, and not through the watcher, which sees the ranks of its node."""
-    return on_host or sentinel is None or not sentinel.alone_on
 
 
 def _wait_for_word(plane: Plane, what: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from butter_mpi import errors
 from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.control import Control, Duplicate, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.detached import Detached
@@ -20,6 +19,7 @@ from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.submitting import Signed
+from butter_mpi.planes.surviving import Surviving
 from butter_mpi.planes.waiting import Waiting, error_from, farewells, notice_of
 from butter_mpi.sentinel.client import Sentinel
 from butter_mpi.sentinel.gathering import RECONNECT
@@ -28,10 +28,6 @@ from butter_mpi.sentinel.relayed import MOST_BYTES, RelayedControl
 __all__ = ["PeerPlane", "Task"]
 
 _GRACE = 0.5
-# Open MPI's detector has seen a rank that is stopped by then, where there is one.
-_HUNG = 3.0
-_DETECTOR = "MPI takes a rank that is stopped for lost with mpirun --mca mpi_ft_detector true ... only"
-_TOGETHER = "every rank that lives must call shrink() together"
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 _PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
 
@@ -55,7 +51,7 @@ def _whereabouts() -> str:
     return next((f"{what} as {plane.who}" for plane in list(_PLANES) if (what := plane.in_flight)), "")
 
 
-class PeerPlane(Plane):
+class PeerPlane(Surviving):
     """A plane of several ranks, which tell one another over MPI what they submit and what broke.
 
     Parameters
@@ -372,68 +368,6 @@ class PeerPlane(Plane):
         if self._sentinel is not None:
             self._sentinel.repeat()
 
-    @property
-    def sentinel(self) -> Sentinel | None:
-        """This rank's end of the watcher."""
-        return self._sentinel
-
-    @property
-    def largest_pair(self) -> int:
-        """The largest number of a send or receive."""
-        return max(self._pairs.values(), default=self._pairs_from)
-
-    def stop_for_good(self) -> None:
-        """Stop what broke, and wait a moment for that; host memory has nothing under way by itself."""
-
-    def survivors(self) -> tuple[Any, list[int]]:
-        """Return a communicator of the ranks that a fault-tolerant MPI says are left, and their numbers here.
-
-        Raises
-        ------
-        CollectiveTimeoutError
-            MPI_Comm_shrink does not come back: a rank is stopped, or does not call this.
-        """
-        data = self._data
-        # What is still under way on them ends by that.
-        for comm in self._mpi_comms():
-            with contextlib.suppress(self._mpi.Exception):
-                comm.Revoke()
-        call, of_stopped = Detached(data.Shrink, f"{self.who}: shrink: MPI_Comm_shrink has not come back"), Watch(_HUNG)
-
-        def look() -> None:
-            if self._sentinel is not None and self._sentinel.stopped and of_stopped.tick():
-                raise Overdue("shrink", of_stopped.elapsed)
-
-        try:
-            comm = call.result(Watch(self.start_deadline), "shrink", look)
-        except Overdue as error:
-            lost = self._lost()
-            why = f"{'; '.join(lost.values())}. {_DETECTOR}" if lost else _TOGETHER
-            raise CollectiveTimeoutError(
-                f"{self.who}: shrink: MPI_Comm_shrink has not come back within {error.elapsed:.1f} s: {why}",
-                lost_ranks=tuple(lost),
-                operation="shrink",
-                phase="reconnect",
-                elapsed=error.elapsed,
-            ) from error
-        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        ranks = self._mpi.Group.Translate_ranks(comm.group, list(range(comm.size)), data.group)
-        return comm, list(ranks)
-
-    def _mpi_comms(self) -> list[Any]:
-        return [comm for comm in (self._control.comm, self._data, self._reserve) if comm is not None]
-
-    def let_go_of_watcher(self) -> None:
-        """Leave the watcher to another communicator."""
-        self._sentinel = self._write = None
-
-    def replace(self, by: str) -> None:
-        """End this broken communicator, as survivors go on in another one; nothing is told to anybody."""
-        self.let_go_of_watcher()
-        self._control.abandon()
-        self.health.replace(by)
-        self._void()
-
     def _reconnect(self) -> None:
         self._refuse_unwatched()
         if isinstance(self._control, RelayedControl):
@@ -443,28 +377,11 @@ class PeerPlane(Plane):
         self._verdict_heard = self._untold = False
         self._control.where = _whereabouts
 
-    def _reconnect_relayed(self) -> None:
-        """Meet every rank through the watcher."""
-        assert self._sentinel is not None
-        answer = self._sentinel.gather(RECONNECT, self.sequence, self.largest_pair, self.start_deadline)
-        if answer["kind"] == "refused":
-            raise self.refused(RECONNECT, answer)
-        self._control.abandon()
-        self._control = RelayedControl(self._sentinel)
-        self.go_on_from(answer["sequence"], answer["pairs"])
-        self._sentinel.resume(self.sequence, self._pairs_from)
-
-    def refused(self, what: str, answer: Mapping[str, Any]) -> CommunicatorBrokenError:
-        """Return what the watcher's decision is raised as."""
-        kind: type[CommunicatorBrokenError] = getattr(errors, answer["error"])
-        facts = {"lost_ranks": tuple(answer["lost"]), "operation": what, "phase": "reconnect"}
-        return kind(f"{self.who}: {what}: {answer['text']}", **facts)
-
     def _reconnect_over_mpi(self) -> None:
         first = self._first_step()
         watch = Watch(self.start_deadline)
         if self._sentinel is not None:
-            self._sentinel.call_elsewhere(RECONNECT)
+            self._sentinel.reunion.call_elsewhere(RECONNECT)
         try:
             control = Control(self._come_together(first, watch), self._mpi)
             data = duplicate(first.comm, self._mpi, watch, self._everybody_there)
@@ -480,7 +397,7 @@ class PeerPlane(Plane):
             ) from error
         finally:
             if self._sentinel is not None:
-                self._sentinel.call_elsewhere("")
+                self._sentinel.reunion.call_elsewhere("")
         self._retire("moved on", {})
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, first.comm
@@ -509,8 +426,9 @@ class PeerPlane(Plane):
 
     def _come_by(self) -> None:
         """Raise where a rank will not come: it is lost, or calls something else; which counts until all have come."""
-        if self._sentinel is not None and self._sentinel.answers:
-            raise self.refused(RECONNECT, self._sentinel.answers.popleft())
+        answer = None if self._sentinel is None else self._sentinel.reunion.answer()
+        if answer is not None:
+            raise self.refused(RECONNECT, answer)
         self._everybody_there()
 
     def _await_continued(self, watch: Watch) -> None:

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,10 +30,10 @@ from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Recorder
 from butter_mpi.sentinel import messages
-from butter_mpi.sentinel.gathering import SHRINK
 from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.needs import STARTED_BY, command, needs, why
 from butter_mpi.sentinel.process import Process
+from butter_mpi.sentinel.reunion import Reunion
 
 __all__ = ["WATCHED", "Offer", "Sentinel", "deaths", "finalized", "finalizing", "node_key"]
 
@@ -47,8 +46,6 @@ _STARVED = 30.0
 _LISTEN_SECONDS = 0.5
 _SPAWN_SECONDS = 10.0
 _SECRET_BYTES = 16
-# What the watcher itself takes to say that time is over.
-_ANSWER_SECONDS = 3.0
 _MADE = itertools.count()
 _OFF = "set watch='off' (BUTTER_MPI_WATCH=off) to run without one: lost ranks are then found at deadlines only"
 _APPENDABLE = "name a file that this user may write to, in a folder that exists"
@@ -84,7 +81,7 @@ def deaths() -> list[str]:
 
 def left_out() -> bool:
     """Return whether others went on without this rank, so that it must not end the job."""
-    return any(one.left_out for one in list(_OPEN))
+    return any(one.reunion.left_out for one in list(_OPEN))
 
 
 def finalizing(over: Callable[[], bool]) -> None:
@@ -279,12 +276,7 @@ class Sentinel:
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}
         self.lost = False
-        # What the watcher decided when ranks came together, letters of other ranks, and which agreement they are of.
-        self.answers: deque[dict[str, Any]] = deque()
-        self.letters: deque[dict[str, Any]] = deque()
-        self.generation = 0
-        self.left_out = False
-        """Whether others went on without this rank."""
+        self.reunion = Reunion(self._send, lambda: self.lost, self._go_on_with)
         leaders = _leaders(offers)
         if refusal := _refusal(offers, leaders):
             offer.close()
@@ -510,10 +502,8 @@ class Sentinel:
             self.stopped.pop(message["rank"], None)
         elif message["kind"] == "warning":
             _LOG.warning("%s: %s", self._who, message["text"])
-        elif message["kind"] == "letter":
-            self.letters.append(message)
-        elif message["kind"] in ("gathered", "refused"):
-            self._answered(message)
+        else:
+            self.reunion.hear(message)
 
     def _watcher_stopped(self) -> bool:
         try:
@@ -581,7 +571,7 @@ class Sentinel:
         self.recorder.begin_at(sequence)
         messages.send(self._socket, "resume", sequence=sequence, pairs=pairs, epoch=self._epoch)
 
-    # -- coming together again ---------------------------------------------------------------------------------------
+    # -- going on without others -------------------------------------------------------------------------------------
 
     @property
     def descent(self) -> Descent:
@@ -593,58 +583,16 @@ class Sentinel:
         """This rank, by the newest agreement."""
         return self._rank
 
-    def _answered(self, message: dict[str, Any]) -> None:
-        """Take a decision of the watcher; from an agreement to go on without others ranks have new numbers."""
-        if message["kind"] == "gathered":
-            with self._lock:
-                self.generation = message["generation"]
-                if message["what"] == SHRINK:
-                    self._descent = self._descent.shrunk(message["ranks"])
-                    self._rank = message["ranks"].index(self._rank)
-                    self._who = self._descent.who(self._rank, socket.gethostname())
-                    self.gone.clear()
-                    self.stopped.clear()
-        elif message["lost"] == [self._rank]:
-            self.left_out = True
-        self.answers.append(message)
+    def _send(self, kind: str, **fields: Any) -> bool:
+        return messages.send(self._socket, kind, **fields)
 
-    def gather(self, what: str, sequence: int, pairs: int, seconds: float) -> dict[str, Any]:
-        """Come together with every rank that lives, through the watcher; return its decision.
-
-        Parameters
-        ----------
-        what : str
-            What this rank calls; all must call the same.
-        sequence, pairs : int
-            The largest numbers that it has given.
-        seconds : float
-            How long it waits for the others.
-
-        Returns
-        -------
-        dict
-            The message ``gathered`` or ``refused``.
-        """
-        self.answers.clear()
-        messages.send(self._socket, "come", what=what, sequence=sequence, pairs=pairs, limit=float(seconds))
-        watch, pause = Watch(seconds + _ANSWER_SECONDS), Pause()
-        try:
-            while not self.answers:
-                if self.lost or watch.tick():
-                    text = f"the watcher of this node {'is gone' if self.lost else 'does not answer'}"
-                    refused = {"error": "CommunicatorBrokenError", "text": f"{text}; only a new job helps", "lost": []}
-                    return {"kind": "refused", **refused}
-                pause()
-        except BaseException:
-            self.call_elsewhere("")
-            raise
-        return self.answers.popleft()
-
-    def call_elsewhere(self, what: str) -> None:
-        """Say what this rank calls that does not come together through the watcher; empty: nothing any more."""
-        if what:
-            self.answers.clear()
-        messages.send(self._socket, "elsewhere", what=what)
+    def _go_on_with(self, ranks: Sequence[int]) -> None:
+        """Take the new numbers of those that go on; the listening thread hears of them in order with all else."""
+        with self._lock:
+            self._descent, self._rank = self._descent.shrunk(ranks), ranks.index(self._rank)
+            self._who = self._descent.who(self._rank, socket.gethostname())
+            self.gone.clear()
+            self.stopped.clear()
 
     def lost_another(self, seconds: float) -> bool:
         """Whether one of those that went on is lost now, by what the watcher says within a moment."""
@@ -652,10 +600,6 @@ class Sentinel:
         while not (self.gone or self.stopped or self.lost or watch.tick()):
             pause()
         return bool(self.gone or self.stopped) and not self.lost
-
-    def post(self, to: Sequence[int], letter: str, body: Mapping[str, Any], generation: int) -> bool:
-        """Send a letter to other ranks; returns false where there is no room for it now, or nobody to carry it."""
-        return messages.send(self._socket, "post", to=list(to), letter=letter, body=dict(body), generation=generation)
 
     def stay_last(self) -> None:
         """Take over as the one that stays after its close: ranks of this one's watcher went on without others."""

@@ -39,6 +39,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "running": {"rank": int},
     "warning": {"text": str},
     "gathered": {"what": str, "ranks": list, "sequence": int, "pairs": int, "generation": int},
+    "left_out": {"text": str},
     "refused": {"error": str, "text": str, "lost": list},
     "letter": {"by": int, "letter": str, "body": dict, "generation": int},
 }

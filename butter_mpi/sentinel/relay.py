@@ -53,9 +53,9 @@ class Relay:
     def hear(self, rank: Rank, message: Mapping[str, Any]) -> None:
         """Take a message of one of :data:`KINDS`."""
         if self._ranks().get(rank.number) is not rank:
-            if message["kind"] == "come":
-                self._leave_out(rank)
-        elif message["kind"] == "post":
+            # It has been told.
+            return
+        if message["kind"] == "post":
             self._carry(rank, message)
         elif message["kind"] == "elsewhere":
             self._gathering.elsewhere(rank.number, message["what"])
@@ -67,7 +67,7 @@ class Relay:
         """Tell a rank that lives that it is none any more."""
         others = ranks_text(sorted(one.first_number for one in self._ranks().values()))
         text = f"{others} went on without this rank, which was stopped or had closed its communicator"
-        rank.tell("refused", error="PeerLostError", text=text, lost=[rank.number])
+        rank.tell("left_out", text=text)
 
     def _carry(self, rank: Rank, message: Mapping[str, Any]) -> None:
         # One of an older generation means ranks by their old numbers.

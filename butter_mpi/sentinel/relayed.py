@@ -27,7 +27,7 @@ class RelayedControl(Control):
     """
 
     def __init__(self, sentinel: Sentinel) -> None:
-        self._sentinel, self._generation = sentinel, sentinel.generation
+        self._sentinel, self._generation = sentinel, sentinel.reunion.generation
         self._unsent: deque[tuple[list[int], str, dict[str, Any]]] = deque()
         self._sends = []
         self._begin(sentinel.rank, len(sentinel.descent.ranks))
@@ -45,12 +45,12 @@ class RelayedControl(Control):
         self._send_all()
 
     def _send_all(self) -> None:
-        while self._unsent and self._sentinel.post(*self._unsent[0], self._generation):
+        while self._unsent and self._sentinel.reunion.post(*self._unsent[0], self._generation):
             self._unsent.popleft()
 
     def _take(self) -> bool:
         self._send_all()
-        letters, moved = self._sentinel.letters, False
+        letters, moved = self._sentinel.reunion.letters, False
         # What is of an older agreement means ranks by their old numbers; what is of a newer one is for another.
         while letters and letters[0]["generation"] <= self._generation:
             letter = letters.popleft()
@@ -113,7 +113,7 @@ class RelayedControl(Control):
 
     def settled(self) -> bool:
         """Whether every peer has said its last word, and this rank's are sent; or ranks have agreed anew since."""
-        if self._sentinel.generation != self._generation:
+        if self._sentinel.reunion.generation != self._generation:
             return True
         return super().settled() and not self._unsent
 

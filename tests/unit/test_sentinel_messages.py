@@ -34,6 +34,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "running", "rank": 2},
     {"kind": "warning", "text": "late"},
     {"kind": "gathered", "what": "shrink", "ranks": [0, 2], "sequence": 7, "pairs": 2, "generation": 1},
+    {"kind": "left_out", "text": "ranks 0, 2 went on"},
     {"kind": "refused", "error": "CollectiveTimeoutError", "text": "no answer", "lost": [1]},
     {"kind": "letter", "by": 0, "letter": "op", "body": {"n": 1}, "generation": 1},
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.messages import pack, unpack
 from butter_mpi.sentinel.relay import LETTER_BYTES, Relay
 from butter_mpi.sentinel.relayed import RelayedControl
+from butter_mpi.sentinel.reunion import Reunion
 
 LIMIT = 5.0
 
@@ -88,10 +88,11 @@ def test_survivors_get_new_numbers_and_the_others_are_told() -> None:
     assert dead.told == []
     for rank in (stopped, closed):
         (told,) = rank.told
-        assert told["kind"] == "refused" and told["lost"] == [rank.number] and "ranks 0, 4-5 went on" in told["text"]
+        assert told["kind"] == "left_out" and "ranks 0, 4-5 went on without this rank" in told["text"]
     # It runs again, and comes too late.
     node.hear(stopped, "come", what=SHRINK, sequence=7, pairs=0, limit=LIMIT)
-    assert len(stopped.told) == 2 and len(survivors[0].told) == 1
+    node.relay.look(LIMIT)
+    assert len(stopped.told) == len(survivors[0].told) == 1
 
 
 def test_letters_go_to_ranks_of_the_newest_agreement_only() -> None:
@@ -127,15 +128,15 @@ class Client(Sentinel):
     def __init__(self, node: Node, rank: FakeRank) -> None:
         self._node, self._mine, self.room = node, rank, True
         self._descent, self._rank = Descent.of_init("init", len(node.ranks)), rank.number
-        self.generation = 1
-        self.letters = deque()
+        self.reunion = Reunion(self._send, lambda: False, self._go_on_with)
+        self.reunion.generation = 1
 
-    def post(self, to: Sequence[int], letter: str, body: Any, generation: int) -> bool:
-        """Hand a letter to the relay."""
+    def _send(self, kind: str, **fields: Any) -> bool:
         if self.room:
-            self._node.hear(self._mine, "post", to=list(to), letter=letter, body=dict(body), generation=generation)
+            self._node.hear(self._mine, kind, **fields)
             for client in CLIENTS:
-                client.letters.extend(client._mine.told)
+                for message in client._mine.told:
+                    client.reunion.hear(message)
                 client._mine.told.clear()
         return self.room
 
@@ -197,9 +198,10 @@ def test_messages_are_those_of_every_control_plane(controls: list[RelayedControl
 def test_what_is_of_another_agreement_is_not_taken(controls: list[RelayedControl]) -> None:
     """Ranks have other numbers there; letters of a newer one stay for the control plane that comes with it."""
     client, letter = CLIENTS[0], {"kind": "letter", "by": 1, "letter": "op", "body": {"n": 1}}
-    client.letters.extend({**letter, "generation": generation} for generation in (0, 2))
-    assert not controls[0].pump() and len(client.letters) == 1
+    for generation in (0, 2):
+        client.reunion.hear({**letter, "generation": generation})
+    assert not controls[0].pump() and len(client.reunion.letters) == 1
     assert not controls[0].settled()
-    client.generation = 2
+    client.reunion.generation = 2
     assert controls[0].settled()
-    assert RelayedControl(client).pump() and not client.letters
+    assert RelayedControl(client).pump() and not client.reunion.letters
