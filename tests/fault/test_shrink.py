@@ -28,17 +28,18 @@ os._exit = leave
 def start(check="light", seconds=20, plane=os.environ["PLANE"], **more):
     fault = butter_mpi.FaultPolicy(start_deadline=seconds, collective_deadline=10, **more)
     return butter_mpi.init(plane=plane, check=check, fault=fault)
+def memory(comm):
+    return DeviceMemory(comm.backend.device, comm.backend.stream)
 def total(comm):
     # The sum of 1, 2, ... as many as there are ranks.
     data = np.full(1000, comm.rank + 1, np.float32)
     if comm.plane == "host":
         comm.all_reduce(data)
         return int(data[0])
-    plane = comm.backend
-    memory = DeviceMemory(plane.device, plane.stream)
-    pointer = memory.put(data)
-    plane.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
-    return int(memory.get(pointer, data)[0])
+    place = memory(comm)
+    pointer = place.put(data)
+    comm.backend.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
+    return int(place.get(pointer, data)[0])
 def die():
     say(f"dies {time.monotonic()}")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -56,16 +57,20 @@ def lost(comm):
 TWICE = """
 comm = start()
 assert total(comm) == 10
-child = comm.dup()
-if RANK == 1:
-    die()
-lost(comm)
-new = comm.shrink()
-assert total(new) == 6
+plan, child = comm.plan_barrier(stream=comm.backend.stream), comm.dup()
+handle = comm.backend.register_buffer(memory(comm).put(np.zeros(64)), 512)
+with comm.symmetric(64, "float32") as x:
+    if RANK == 1:
+        die()
+    lost(comm)
+    new = comm.shrink()
+    assert total(new) == 6
 say(f"back {time.monotonic()} {new!r}")
 assert new.sequence == 2 and new.rank == [0, None, 1, 2][RANK] and new.world_size == 3
 assert "replaced by shrink 1: ranks 0, 2-3 of init" in str(raised(comm.barrier, butter_mpi.PeerLostError))
 assert "replaced by shrink 1" in str(raised(comm.shrink, butter_mpi.PeerLostError))
+assert "replaced by shrink 1" in str(raised(plan, butter_mpi.PeerLostError))
+raised(lambda: comm.backend.deregister_buffer(handle), ValueError)
 comm.close()
 lost(child)
 part = child.shrink()
@@ -220,6 +225,39 @@ say(f"back {time.monotonic()} {newer!r}")
 newer.close()
 """
 
+# Its own detector is off, so MPI waits for a rank that is stopped.
+STOPPED_HOST = """
+comm = start()
+if RANK == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+lost(comm)
+began = time.monotonic()
+error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
+assert time.monotonic() - began < 5 and error.lost_ranks == (1,) and "--mca mpi_ft_detector true" in str(error), error
+say("named")
+"""
+
+# Each rank takes itself for alone on its node, where no watcher sees the others.
+NODES = """
+from butter_mpi.sentinel import client
+client.node_key = lambda: f"node {RANK}"
+comm = start(action="shrink")
+assert total(comm) == 6
+if RANK == 1:
+    die()
+assert lost(comm).lost_ranks == (1,)
+new = comm.shrink()
+assert total(new) == 3
+say(f"back {time.monotonic()} {new!r}")
+new.close()
+"""
+NODES_REFUSED = """
+from butter_mpi.sentinel import client
+client.node_key = lambda: f"node {RANK}"
+error = raised(lambda: start(action="shrink"), butter_mpi.NotSupportedError)
+assert "ranks are on several nodes" in str(error) and "--with-ft ulfm" in str(error), error
+"""
+
 REFUSED = """
 error = raised(lambda: start(action="shrink"), butter_mpi.PreflightError)
 assert "action 'shrink': " + os.environ["WHY"] in str(error), error
@@ -259,6 +297,9 @@ def jobs() -> Iterator[dict[str, Job]]:
         "other call": (2, OTHER_CALL, watched),
         "stopped": (3, STOPPED, watched),
         "host": (4, HOST, {"env": {"PLANE": "host"}, **ULFM}),
+        "stopped host": (3, STOPPED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
+        "nodes": (3, NODES, {"env": nccl, **ULFM}),
+        "nodes refused": (2, NODES_REFUSED, watched),
         "refused": (2, REFUSED, {"env": {**nccl, "WHY": f"mpirun of Open MPI {ENDS}"}, "mpi": "openmpi"}),
         "refused on the host plane": (2, REFUSED + REFUSED_LATER, {"env": {"PLANE": "host", "WHY": GOES}}),
     }
@@ -286,6 +327,7 @@ def waits(result: JobResult, survivors: list[int]) -> list[float]:
         ("during", [0, 3], 1.5),
         ("strict", [1, 2], 1.5),
         ("host", [0, 3], 2.0),
+        ("nodes", [0, 2], 2.0),
     ],
 )
 def test_survivors_go_on(name: str, survivors: list[int], bound: float, jobs: dict[str, Job]) -> None:
@@ -305,6 +347,12 @@ def test_ranks_that_do_not_come(name: str, survivors: list[int], jobs: dict[str,
     assert name != "stopped" or result.rank_out[1].endswith("leaves with 1\n"), result.text
 
 
+def test_a_stopped_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> None:
+    """Over MPI a rank that is stopped keeps the others from going on; they are told so within seconds."""
+    result = jobs["stopped host"].wait()
+    assert all("named\n" in result.rank_out[rank] for rank in (0, 2)), result.text
+
+
 def test_different_calls_are_told_at_once(jobs: dict[str, Job]) -> None:
     """Where one rank shrinks and another reconnects, each is told who did what, and all can do the same then."""
     result = jobs["other call"].wait()
@@ -313,7 +361,8 @@ def test_different_calls_are_told_at_once(jobs: dict[str, Job]) -> None:
 
 def test_a_launcher_that_ends_survivors_is_refused(jobs: dict[str, Job]) -> None:
     """Where survivors cannot go on, a start that asks for it is refused on every rank, and a shrink at once."""
-    started = jobs["refused"].wait()
-    assert started.rc == 0, started.text
+    for name in ("refused", "nodes refused"):
+        started = jobs[name].wait()
+        assert started.rc == 0, started.text
     later = jobs["refused on the host plane"].wait()
     assert "refused\n" in later.rank_out[0], later.text
