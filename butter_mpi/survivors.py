@@ -16,7 +16,7 @@ from butter_mpi.control import Control, Overdue, Watch
 from butter_mpi.descent import Descent, applicable
 from butter_mpi.ending import ENDING
 from butter_mpi.environment import c_environment
-from butter_mpi.errors import NotSupportedError, StartError, StartTimeoutError
+from butter_mpi.errors import ButterError, NotSupportedError, StartError, StartTimeoutError, text_of
 from butter_mpi.findings import ranks_text
 from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
@@ -165,6 +165,11 @@ class Survivors:
             except (StartError, Overdue) as error:
                 if not sentinel.lost_another(_WORD_SECONDS):
                     raise start._unfinished(error) from error
+            except BaseException as error:
+                if not isinstance(error, ButterError):
+                    # The others cannot know of it, and wait.
+                    sentinel.tell_of(f"{start._who}: shrink: ended by {text_of(error)}")
+                raise
 
     def _go_on(self, sentinel: Sentinel, sequence: int, pairs: int) -> Communicator:
         """Start without MPI: what ranks tell one another goes through the watcher that they have."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from butter_mpi import control
 from butter_mpi.control import Overdue, Watch
@@ -120,6 +122,47 @@ def test_a_rank_that_reads_nothing_is_judged() -> None:
     node.hear(one, "post", to=[1], letter="op", body={}, generation=1)
     (verdict,) = node.verdicts
     assert verdict.lost == (1,) and "takes no more messages" in verdict.text and len(other.told) == 1
+
+
+_ANY = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3) | st.lists(st.integers(-1, 4))
+_MESSAGE = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "kind": st.just("come"),
+            "what": st.sampled_from([SHRINK, RECONNECT, "", "x"]),
+            "sequence": st.integers(),
+            "pairs": st.integers(),
+            "limit": st.floats(),
+        }
+    ),
+    st.fixed_dictionaries({"kind": st.just("elsewhere"), "what": st.sampled_from([SHRINK, RECONNECT, "", "x"])}),
+    st.fixed_dictionaries(
+        {
+            "kind": st.just("post"),
+            "to": st.lists(_ANY, max_size=4),
+            "letter": st.text(max_size=3),
+            "body": st.dictionaries(st.text(max_size=3), _ANY, max_size=2),
+            "generation": st.integers(0, 3),
+        }
+    ),
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), _MESSAGE | st.sampled_from(["dies", "closes", "time"])), max_size=30))
+def test_whatever_ranks_say_the_relay_stands(steps: list[tuple[int, Any]]) -> None:
+    """Any order of messages, deaths and time raises nothing, and whatever is told is a message."""
+    node = Node(4)
+    everyone = list(node.ranks.values())
+    for number, step in steps:
+        rank = everyone[number]
+        if step == "dies":
+            killed(rank)
+        elif step == "closes":
+            rank.closed = True
+        elif rank.lives and step != "time":
+            node.hear(rank, **step)
+        node.relay.look(1.0 if step == "time" else 0.0)
+    assert [rank.number for rank in node.ranks.values()] == list(node.ranks)
 
 
 class Client(Sentinel):
