@@ -235,16 +235,25 @@ class _Start(Survivors):
         self._comm, self._mpi, self._asked = comm, mpi, asked
         self._settings = asked.settings
         self._watch, self._look = Watch(asked.settings.start_deadline), look
-        self._descent = descent
+        self._descent, self._lonely = descent, False
         self._who = descent.who(comm.rank, socket.gethostname())
 
     def run(self) -> Communicator:
+        """Take every step; where it fails and others cannot know of it, or are lost, the job is ended at exit."""
+        try:
+            return self.run_after_loss()
+        except StartError:
+            if self._lonely:
+                ENDING.alone()
+            raise
+
+    def run_after_loss(self) -> Communicator:
         """Take every step; a step that is overdue is named."""
         record = self._collect()
         try:
             return self._connect(record) if self._comm.size > 1 else self._alone(record)
         except Overdue as error:
-            ENDING.alone()
+            self._lonely = True
             raise StartTimeoutError(
                 f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start "
                 f"deadline {self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a "
@@ -253,12 +262,11 @@ class _Start(Survivors):
                 elapsed=error.elapsed,
             ) from None
         except StartError as error:
-            if error.phase == WATCHED:
-                # A rank is lost, and MPI_Finalize would wait for it.
-                ENDING.alone()
+            # A rank is lost, and MPI_Finalize would wait for it.
+            self._lonely = error.phase == WATCHED
             raise
         except self._mpi.Exception as error:
-            ENDING.alone()
+            self._lonely = True
             raise StartError(
                 f"{self._who}: start: MPI failed: {error}. Look at what the launcher and MPI say above",
                 phase="MPI",

@@ -77,10 +77,13 @@ class Descent:
             return ""
         mapped = [rank for rank in (lost or range(len(self.ranks))) if 0 <= rank < len(self.ranks)][:_MOST_MAPPED]
         there = ", ".join(f"{rank} is {self.ranks[rank]}" for rank in mapped)
+        numbers = f"Ranks of {self.name} in {self.origin}: {there}"
+        if _SHRUNK.fullmatch(self.name):
+            # It has replaced the one that it comes from.
+            return numbers
         return (
             f"Other communicators have a health of their own: the one that {self.name} comes from, and those split off "
-            "beside it, go on unless they are named here, or have a rank that has ended. Ranks of "
-            f"{self.name} in {self.origin}: {there}"
+            f"beside it, go on unless they are named here, or have a rank that has ended. {numbers}"
         )
 
 

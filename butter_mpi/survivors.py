@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from butter_mpi.communicator import Communicator
-from butter_mpi.control import Control, Overdue, Watch
+from butter_mpi.control import Control, Overdue, Pause, Watch
 from butter_mpi.descent import Descent, applicable
 from butter_mpi.ending import ENDING
 from butter_mpi.environment import c_environment
@@ -85,7 +85,7 @@ class Survivors:
     _peer_options: Callable[[Sentinel | None], dict[str, Any]]
     _nccl: Callable[[tuple[Control, Any, Any], dict[str, Any], dict[str, Any]], NcclPlane]
     _made: Callable[[Plane, PreflightReport, dict[str, Any]], Communicator]
-    run: Callable[[], Communicator]
+    run_after_loss: Callable[[], Communicator]
 
     # -- whether ranks can go on -------------------------------------------------------------------------------------
 
@@ -202,17 +202,36 @@ class Survivors:
         return StartTimeoutError(text, phase=error.phase, elapsed=error.elapsed)
 
     def _survive_over_mpi(self, plane: PeerPlane) -> tuple[Communicator, Descent]:
-        """Go on with those that a fault-tolerant MPI says are left."""
-        comm, ranks = plane.survivors()
-        descent = self._descent.shrunk(ranks)
-        made = self._start_of(plane, descent, comm).run()
-        numbers = made.all_gather_json([plane.sequence, plane.largest_pair])
-        sequence, pairs = (max(column) for column in zip(*numbers, strict=True))
-        new = made._plane
+        """Go on with those that a fault-tolerant MPI says are left, anew where one is lost meanwhile."""
+        family, descent = None, self._descent
+        while True:
+            family, ranks = plane.survivors(family)
+            descent = descent.shrunk(ranks)
+            try:
+                numbers = plane.numbers_of(family)
+                made = self._start_of(plane, descent, family).run_after_loss()
+            except (StartError, Overdue, self._mpi.Exception):
+                if not self._lost_another(family):
+                    raise
+            else:
+                self._hand_over(plane, made._plane, family, *numbers)
+                return made, descent
+
+    def _lost_another(self, comm: Any) -> bool:
+        """Whether one of those that MPI said were left is lost now, by what it says within a moment."""
+        watch, pause = Watch(_WORD_SECONDS), Pause()
+        while not (failed := comm.Get_failed().size) and not watch.tick():
+            pause()
+        return bool(failed)
+
+    def _hand_over(self, plane: PeerPlane, new: Plane, family: Any, sequence: int, pairs: int) -> None:
+        """Let the new communicator count on, and its watcher see to the end of this process."""
         new.go_on_from(sequence, pairs)
-        if isinstance(new, PeerPlane) and new.sentinel is not None:
-            new.sentinel.resume(sequence, pairs)
-            new.sentinel.stay_last()
+        if isinstance(new, PeerPlane):
+            # Who was told of a loss before it came here takes the survivors of the same one.
+            new.family = family
+            if new.sentinel is not None:
+                new.sentinel.resume(sequence, pairs)
+                new.sentinel.stay_last()
         if plane.sentinel is not None:
             plane.sentinel.close()
-        return made, descent

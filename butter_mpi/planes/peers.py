@@ -83,6 +83,7 @@ class PeerPlane(Surviving):
     ) -> None:
         self._control, self._data, self._reserve = comms
         self._begun: Duplicate | None = None
+        self.family = self._data
         self._sentinel, self._on_verdict = sentinel, on_verdict
         self._untold = self._verdict_heard = False
         self._mpi, self.start_deadline = mpi, start_deadline
@@ -401,6 +402,7 @@ class PeerPlane(Surviving):
         self._retire("moved on", {})
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, first.comm
+        self.family = data
         self.go_on_from(max(sequence for sequence, _ in numbers), max(pair for _, pair in numbers))
         if self._sentinel is not None:
             self._sentinel.resume(self.sequence, self._pairs_from)

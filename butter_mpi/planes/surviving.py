@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from butter_mpi import errors
-from butter_mpi.control import Control, Overdue, Watch
+from butter_mpi.control import Control, Overdue, Ticket, Watch, wait
 from butter_mpi.detached import Detached
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError
 from butter_mpi.planes.base import Plane
@@ -32,6 +34,8 @@ class Surviving(Plane):
     _reserve: Any
     _mpi: Any
     _sentinel: Sentinel | None
+    family: Any
+    """The MPI communicator that survivors are taken of, which is given to nobody else."""
 
     @property
     def sentinel(self) -> Sentinel | None:
@@ -46,20 +50,25 @@ class Surviving(Plane):
     def stop_for_good(self) -> None:
         """Stop what broke, and wait a moment for that; host memory has nothing under way by itself."""
 
-    def survivors(self) -> tuple[Any, list[int]]:
-        """Return a communicator of the ranks that a fault-tolerant MPI says are left, and their numbers here.
+    def survivors(self, family: Any) -> tuple[Any, list[int]]:
+        """Return an MPI communicator of the ranks that a fault-tolerant MPI says are left, and their numbers before.
+
+        Parameters
+        ----------
+        family : mpi4py communicator or None
+            Of which: one that an earlier call returned; ``None``: that of this communicator's ranks.
 
         Raises
         ------
         CollectiveTimeoutError
             MPI_Comm_shrink does not come back: a rank is stopped, or does not call this.
         """
-        data = self._data
+        family = self.family if family is None else family
         # What is still under way on them ends by that.
-        for comm in self._mpi_comms():
+        for comm in filter(None, (family, self._control.comm, self._data, self._reserve)):
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
-        call = Detached(data.Shrink, f"{self.who}: shrink: MPI_Comm_shrink has not come back")
+        call = Detached(family.Shrink, f"{self.who}: shrink: MPI_Comm_shrink has not come back")
         hung = Watch(_HUNG)
 
         def look() -> None:
@@ -71,8 +80,20 @@ class Surviving(Plane):
         except Overdue as error:
             raise self._hangs(error.elapsed) from error
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        ranks = self._mpi.Group.Translate_ranks(comm.group, list(range(comm.size)), data.group)
-        return comm, list(ranks)
+        return comm, list(self._mpi.Group.Translate_ranks(comm.group, list(range(comm.size)), family.group))
+
+    def numbers_of(self, comm: Any) -> tuple[int, int]:
+        """Return the largest numbers of collectives and of pairs of any survivor.
+
+        Raises
+        ------
+        Overdue
+            A rank did not come.
+        """
+        own, every = np.array([self.sequence, self.largest_pair]), np.empty(2, np.int64)
+        ticket = Ticket(own, every).start(comm.Iallreduce, own, every, op=self._mpi.MAX)
+        wait(ticket, Watch(self.start_deadline), "agreeing on the sequence")
+        return int(every[0]), int(every[1])
 
     def _hangs(self, seconds: float) -> CollectiveTimeoutError:
         stopped = {} if self._sentinel is None else dict(self._sentinel.stopped)
@@ -84,9 +105,6 @@ class Surviving(Plane):
             phase="reconnect",
             elapsed=seconds,
         )
-
-    def _mpi_comms(self) -> list[Any]:
-        return [comm for comm in (self._control.comm, self._data, self._reserve) if comm is not None]
 
     def let_go_of_watcher(self) -> None:
         """Leave the watcher to another communicator."""
