@@ -218,11 +218,11 @@ class Survivors:
                 return made, descent
 
     def _lost_another(self, comm: Any) -> bool:
-        """Whether one of those that MPI said were left is lost now, by what it says within a moment."""
+        """Whether one of those that MPI said were left is lost now, by what it or another survivor says in a moment."""
         watch, pause = Watch(_WORD_SECONDS), Pause()
-        while not (failed := comm.Get_failed().size) and not watch.tick():
+        while not (lost := bool(comm.Get_failed().size) or comm.Is_revoked()) and not watch.tick():
             pause()
-        return bool(failed)
+        return lost
 
     def _hand_over(self, plane: PeerPlane, new: Plane, family: Any, sequence: int, pairs: int) -> None:
         """Let the new communicator count on, and its watcher see to the end of this process."""

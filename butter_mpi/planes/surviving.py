@@ -64,8 +64,8 @@ class Surviving(Plane):
             MPI_Comm_shrink does not come back: a rank is stopped, or does not call this.
         """
         family = self.family if family is None else family
-        # What is still under way on them ends by that.
-        for comm in filter(None, (family, self._control.comm, self._data, self._reserve)):
+        # What is still under way on them ends by that; over the other one ranks still hear who is lost.
+        for comm in filter(None, (family, self._data, self._reserve)):
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
         call = Detached(family.Shrink, f"{self.who}: shrink: MPI_Comm_shrink has not come back")
