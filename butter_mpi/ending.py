@@ -207,9 +207,9 @@ class Ending:
         # An aborted MPI leaves them behind.
         unlink_mapped()
         _arm()
+        if client.left_out():
+            _end_alone()
         with contextlib.suppress(Exception):
-            if client.left_out():
-                os._exit(status)
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
                 self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
@@ -235,11 +235,27 @@ def _flush() -> None:
 
 
 def _arm() -> None:
-    """End this process in a moment, whatever handlers it has set; by C, since Python's own is for the main thread."""
-    with contextlib.suppress(Exception):
-        ctypes.CDLL(None).signal(int(signal.SIGALRM), None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    """End this process in a moment, whatever handlers it has set."""
+    _let_end(signal.SIGALRM)
     signal.alarm(_ABORT_SECONDS)
+
+
+def _end_alone() -> None:
+    """End this process, without which others went on, and not the job.
+
+    By a signal, as a rank that is lost: where one has ended with another status than 0, Open MPI's launcher ends the
+    others once the next one leaves.
+    """
+    say("others went on without this rank: it ends alone, by SIGTERM")
+    _let_end(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _let_end(number: signal.Signals) -> None:
+    """Let a signal end this process again; by C, since Python's own is for the main thread."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).signal(int(number), None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
 
 
 def _uncaught() -> BaseException | None:
