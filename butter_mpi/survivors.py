@@ -235,3 +235,5 @@ class Survivors:
                 new.sentinel.stay_last()
         if plane.sentinel is not None:
             plane.sentinel.close()
+            # One that is left alone has no other.
+            plane.sentinel.leave()
