@@ -7,6 +7,7 @@ that a start begins with.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -25,7 +26,7 @@ from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.preflight import PreflightReport
 from butter_mpi.recovery import cannot_recover, fault_tolerant, started_by
-from butter_mpi.sentinel.client import Sentinel
+from butter_mpi.sentinel.client import WATCHED, Sentinel
 from butter_mpi.sentinel.gathering import SHRINK
 from butter_mpi.sentinel.relayed import RelayedControl
 
@@ -210,8 +211,9 @@ class Survivors:
             try:
                 numbers = plane.numbers_of(family)
                 made = self._start_of(plane, descent, family).run_after_loss()
-            except (StartError, Overdue, self._mpi.Exception):
-                if not self._lost_another(family):
+            except (StartError, Overdue, self._mpi.Exception) as error:
+                watched = isinstance(error, StartError) and error.phase == WATCHED
+                if not watched and not self._lost_another(family):
                     raise
             else:
                 self._hand_over(plane, made._plane, family, *numbers)
@@ -221,6 +223,9 @@ class Survivors:
         """Whether one of those that MPI said were left is lost now, by what it or another survivor says in a moment."""
         watch, pause = Watch(_WORD_SECONDS), Pause()
         while not (lost := bool(comm.Get_failed().size) or comm.Is_revoked()) and not watch.tick():
+            # MPI takes news in where it is asked for messages only.
+            with contextlib.suppress(self._mpi.Exception):
+                comm.Iprobe()
             pause()
         return lost
 
