@@ -74,6 +74,7 @@ def init(
     stream: Any = None,
     watch: str | None = None,
     verdict_file: str | os.PathLike[str] | None = None,
+    recorder_file: str | os.PathLike[str] | None = None,
     fault: FaultPolicy | None = None,
 ) -> Communicator:
     """Start: compare every rank's facts over MPI, then make the communicator; or refuse, the same on every rank.
@@ -106,6 +107,9 @@ def init(
         the collective deadline, or by the launcher.
     verdict_file : str or path, optional
         A file to which each node's watcher appends what broke, and what each rank submitted last, as a line of JSON.
+    recorder_file : str or path, optional
+        A file to which the watcher appends all that the recorders of its node hold when a communicator breaks, for
+        ``python -m butter_mpi.recorder``; each host puts its name before the ending.
     fault : FaultPolicy, optional
         Deadlines, and what a fault does.
 
@@ -145,6 +149,7 @@ def init(
         "check": check,
         "watch": watch,
         "verdict_file": verdict_file,
+        "recorder_file": recorder_file,
     }
     asked = _asked(arguments, plan, stream, fault, MPI, comm.size)
     ENDING.register(MPI)
@@ -383,7 +388,9 @@ class _Start(Survivors):
     def _sentinel(self, control: Control) -> Sentinel | None:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
-        offer = Offer(settings.watch, settings.collective_deadline, settings.verdict_file or "")
+        offer = Offer(
+            settings.watch, settings.collective_deadline, settings.verdict_file or "", settings.recorder_file or ""
+        )
         said = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers", self._look)
         every = [json.loads(one) for one in said]
         if any(one["watch"] == "off" for one in every):

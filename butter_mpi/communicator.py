@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import traceback
@@ -15,12 +16,13 @@ from typing import Any
 from butter_mpi.arguments import Arguments, Checked
 from butter_mpi.collectives import Operation
 from butter_mpi.enums import PreMulSum, ReduceOp
-from butter_mpi.errors import PeerLostError, text_of
+from butter_mpi.errors import NotSupportedError, PeerLostError, text_of
 from butter_mpi.exchanges import Exchanges
 from butter_mpi.memory import Memory
 from butter_mpi.planes import CommBackend
 from butter_mpi.planes.base import Plane
 from butter_mpi.plans import Plans
+from butter_mpi.recording import append
 from butter_mpi.splitting import Part, Splits
 
 __all__ = ["Communicator"]
@@ -479,10 +481,42 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         """
         self._plane.attempt_reconnect()
 
+    def dump_recorder(self, path: str | os.PathLike[str]) -> None:
+        """Append what this rank has submitted here to a file, for ``python -m butter_mpi.recorder``.
+
+        It is a line of JSON with all that the rank's recorder holds: the newest 4096 collectives and 1024 sends and
+        receives. Other ranks may append to the same file. A communicator that is broken has its recorder still.
+
+        Parameters
+        ----------
+        path : str or path
+            The file; it is made if it is not there.
+
+        Raises
+        ------
+        OSError
+            It cannot be written.
+        NotSupportedError
+            There is no recorder: this rank is alone, or runs with ``watch="off"``.
+        CommunicatorClosedError
+            It was closed or aborted, or this process is a fork.
+        """
+        recording = self._plane.recording()
+        if self._plane.health.closed:
+            self._plane.health.check(self._plane.who, "dump_recorder")
+        if recording is None:
+            raise NotSupportedError(
+                f"{self._plane.who}: dump_recorder: one rank alone has no recorder, and none has with watch 'off'",
+                needs="watch='on'",
+            )
+        append(path, recording)
+
     def close(self) -> None:
         """End the communicator: peers that still count on this rank are told that it left.
 
-        Waits for nobody; a second time, after ``abort`` or after ``MPI.Finalize`` it does nothing.
+        A second time, after ``abort`` or after ``MPI.Finalize`` it does nothing. It waits for nobody, but on the nccl
+        plane up to 2 s for work under way, and for the peers to close where the library's ``ncclCommDestroy`` does
+        (from 2.31.2 on); what is not done then goes on by itself. If a peer gave up, it ends by ``ncclCommAbort``.
         """
         self._plane.close()
 

@@ -422,6 +422,11 @@ class Control:
         padded = self.all_gather(payload.ljust(max(lengths), b"\0"), watch, phase, look)
         return [x[:n] for x, n in zip(padded, lengths, strict=True)]
 
+    @property
+    def everyone_left(self) -> bool:
+        """Whether every peer has closed and said so, as far as messages have been taken."""
+        return self.left.keys() == set(self.peers)
+
     def settled(self) -> bool:
         """Whether every peer has said its last word, so that no message can still be under way."""
         self.pump()

@@ -64,6 +64,11 @@ class Descent:
         name = f"{prefix}shrink {1 if before is None else int(before['number']) + 1}"
         return Descent(name, self.origin, self.size, tuple(self.ranks[rank] for rank in ranks))
 
+    def key(self, first: str) -> str:
+        """Return a key of this communicator alone, from that of the first one with its watcher."""
+        shrunk = _SHRUNK.fullmatch(self.name)
+        return f"{first} shrink {shrunk['number']}" if shrunk else first
+
     def who(self, rank: int, host: str) -> str:
         """Return a rank as messages name it: here, and in the communicator of ``init``."""
         here = f"rank {rank}/{len(self.ranks)}"

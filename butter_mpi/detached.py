@@ -88,9 +88,13 @@ class Detached:
         return self._value
 
 
-def wait_for_all(seconds: float) -> list[str]:
-    """Wait up to `seconds` for every detached call, longer for those that must return; say what it means if not."""
+def wait_for_all(seconds: float, look: Callable[[], None] = lambda: None) -> list[str]:
+    """Wait up to `seconds` for every detached call, longer for those that must return; say what it means if not.
+
+    `look` is called again and again: it may bring what such a call waits for.
+    """
     watch, pause = Watch(seconds), Pause()
     while _RUNNING and (not watch.tick() or any(call.hoped_for() for call in list(_RUNNING))):
+        look()
         pause()
     return [call.unfinished for call in list(_RUNNING) if call.unfinished]

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from butter_mpi.control import retire_all, unfinished
+from butter_mpi.control import listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes.base import Plane
@@ -147,8 +147,8 @@ class Ending:
             yield f"leaving: MPI would wait for a rank that is lost: {text}"
         if unfinished() and not self._shrunk:
             yield "leaving: MPI would wait for data of an operation that broke"
-        # Communicators that are being closed, and use the device.
-        yield from wait_for_all(_DETACHED_SECONDS)
+        # Communicators that are being closed, and use the device, until their peers have said that they close too.
+        yield from wait_for_all(_DETACHED_SECONDS, listen_everywhere)
 
     def _leave_without_mpi(self) -> NoReturn:
         """End this process, whose MPI_Finalize would wait for ranks that the others went on without.

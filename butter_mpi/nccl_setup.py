@@ -37,12 +37,13 @@ def prepare(version: int, rank: int, *, share_gpu: bool, required: str | None) -
     # Connections are made at the start, within its deadline, instead of inside the first operation.
     wanted = {_CONNECT: "0"}
     env = c_environment()
-    if share_gpu and "NCCL_HOSTID" not in env and "NCCL_MULTI_RANK_GPU_ENABLE" not in env:
-        over_network = version < _SHARES_BY_P2P or (required or "").startswith("NET/")
-        own_host = {"NCCL_HOSTID": f"{socket.gethostname()}-{rank}"}
-        wanted |= own_host if over_network else {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-        # The kernels of all ranks wait for one another, so all of them must fit on the GPU at once.
+    if share_gpu:
+        # The kernels of all ranks wait for one another, so all of them must fit on the GPU at once: else they hang.
         wanted |= dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"), _CHANNELS_OF_A_SHARED_GPU)
+        if "NCCL_HOSTID" not in env and "NCCL_MULTI_RANK_GPU_ENABLE" not in env:
+            over_network = version < _SHARES_BY_P2P or (required or "").startswith("NET/")
+            own_host = {"NCCL_HOSTID": f"{socket.gethostname()}-{rank}"}
+            wanted |= own_host if over_network else {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     chosen = {name: value for name, value in wanted.items() if name not in env}
     for name, value in chosen.items():
         set_own(name, value)

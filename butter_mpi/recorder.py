@@ -112,13 +112,24 @@ class Entry(NamedTuple):
         """Where an error of it happened."""
         return "send/recv" if self.paired else "collective"
 
+    @property
+    def op(self) -> str | None:
+        """The reduction operator, if it has one."""
+        op = self.signature >> 16 & 0xFF
+        return _name(OPS, op) if op != _NONE else None
+
+    @property
+    def root(self) -> int | None:
+        """The root, if it has one."""
+        root = self.signature >> 32
+        return root if root != _NO_ROOT else None
+
     def text(self) -> str:
         """Return it as people read it, as ``collectives.describe`` writes it."""
         # What every rank has its own counts of is told without one.
         facts = self.dtype if self.kind.endswith("_v") else f"{self.dtype} x {self.elements}"
-        op, root = self.signature >> 16 & 0xFF, self.signature >> 32
-        facts += f", {_name(OPS, op)}" if op != _NONE else ""
-        facts += f", root {root}" if root != _NO_ROOT else ""
+        facts += f", {self.op}" if self.op is not None else ""
+        facts += f", root {self.root}" if self.root is not None else ""
         return f"{self.kind} #{self.number} ({facts}) at {self.site}"
 
 
@@ -387,3 +398,10 @@ class Reader:
         length, raw, _ = _SITE.unpack_from(self._map, at)
         after = self._words[(at + _TEXT) // 8 - 1]
         return raw[:length].decode(errors="replace") if before == after == number else "?"
+
+
+if __name__ == "__main__":
+    # The command stands at the top of the house, and what is below does not import it.
+    import runpy
+
+    runpy.run_module("butter_mpi.merging", run_name="__main__")

@@ -140,6 +140,7 @@ class Settings:
     action: str = "raise"
     watch: str = "on"
     verdict_file: str | None = None
+    recorder_file: str | None = None
 
     @classmethod
     def resolve(cls, env: Mapping[str, str], fault: FaultPolicy | None = None, **arguments: Any) -> Settings:
@@ -180,6 +181,7 @@ class Settings:
             "action": lambda n, v: _choice(n, v, ACTIONS),
             "watch": lambda n, v: _choice(n, v, WATCHES),
             "verdict_file": _path,
+            "recorder_file": _path,
         }
         known = {_PREFIX + f.name.upper() for f in fields(cls)}
         for name in sorted(env):
@@ -196,6 +198,7 @@ class Settings:
                 values[name] = check(variable, env[variable])
             if name in given:
                 values[name] = check(name, given[name])
-        if values.get("verdict_file") and values.get("watch") == "off":
-            raise ValueError("verdict_file needs the watcher, which writes it; got watch 'off'")
+        for name in ("verdict_file", "recorder_file"):
+            if values.get(name) and values.get("watch") == "off":
+                raise ValueError(f"{name} needs the watcher, which writes it; got watch 'off'")
         return cls(**values)

@@ -231,6 +231,10 @@ class Plane(Submitting):
     def _use_kernel(self, handle: int) -> None:
         """Use a kernel that every rank has set; 0: none."""
 
+    def recording(self) -> dict[str, Any] | None:
+        """Return what the recorder of this rank holds; ``None`` where there is none: one rank alone has none."""
+        return None
+
     def _void(self) -> None:
         self._handles.clear()
 

@@ -154,19 +154,11 @@ class HostPlane(PeerPlane):
             total = np.empty_like(stage)
             both = self._typed(operation, stage, total)
             yield from self._wait((stage, total), self._data.Iallreduce, *both, op=self._mpi_op(operation))
-            self._store(operation, total, at(operation.recv + offset, count, operation.dtype))
-
-    def _reduce(self, operation: Operation) -> Task:
-        is_root = operation.root == self._rank
-        for first, count in self._pieces(operation, 1):
-            offset = first * operation.dtype.itemsize
-            stage = self._widened(operation, operation.send + offset, count)
-            total = np.empty_like(stage)
-            own, result = self._typed(operation, stage, total)
-            more = {"op": self._mpi_op(operation), "root": operation.root}
-            yield from self._wait((stage, total), self._data.Ireduce, own, result if is_root else None, **more)
-            if is_root:
+            if operation.root in (None, self._rank):
                 self._store(operation, total, at(operation.recv + offset, count, operation.dtype))
+
+    # MPI_Ireduce of Open MPI does a few KiB between two looks: seconds for 100 MiB, where this takes a tenth of one.
+    _reduce = _all_reduce
 
     def _reduce_scatter(self, operation: Operation) -> Task:
         size, ranks = operation.dtype.itemsize, range(self._world_size)

@@ -49,6 +49,8 @@ GivenBack = Callable[[int], None]
 _LOG = logging.getLogger("butter_mpi")
 _BARRIER_BYTES = 4
 _CLOSE_SECONDS = 2.0
+_DESTROY_WAITS = 23102
+"""From this release on a destroy waits for those of the other ranks of the host, without a limit, and for no abort."""
 _FIRST_SAY = 1.0
 
 
@@ -298,7 +300,7 @@ class NcclLife(OnDevice, PeerPlane):
             self._give_up(self._hopeless)
         try:
             self._closing = Detached(lambda: self._clean_up(ending))
-            self._closing.result(Watch(self._close_seconds), "closing")
+            self._closing.result(Watch(self._close_seconds), "closing", self._hear_last_words)
         except Overdue:
             # It goes on by itself; if the communicator has not come to its end when the process ends, the job fails.
             if ending is not None and not ending.done:
@@ -315,18 +317,33 @@ class NcclLife(OnDevice, PeerPlane):
             ending.give_up(f"{self.who}: closing: {self.last or 'the start'} has not completed: {why}")
 
     def _destroy(self, comm: int, registered: Sequence[GivenBack]) -> None:
-        """End a healthy communicator, which waits for its work."""
+        """End a healthy communicator, once its work is done; by an abort where a peer does not end it so."""
         # A call that never came back stays inside for ever; only the thread that listens is soon out.
         self._asking.wait_until_none()
         self.device.make_current()
-        pause = Pause()
+        waits, pause = self._library.version >= _DESTROY_WAITS, Pause()
         # A stream that was given may be gone by now.
-        while registered and not self._quiet(*([self.stream] if self._given_stream is None else [])):
+        while (registered or waits) and not self._quiet(*([self.stream] if self._given_stream is None else [])):
             pause()
+        if waits and not self._agreed_to_close():
+            nccl.abort(self._library, comm)
+            return
         with contextlib.ExitStack() as ends:
             ends.callback(nccl.destroy, self._library, comm)
             for give_back in registered:
                 ends.callback(give_back, comm)
+
+    def _agreed_to_close(self) -> bool:
+        """Wait for the last word of every peer, which other threads take; returns whether none gave up instead.
+
+        Without a bound: what keeps a peer from it is heard of too, and the end of this process does not wait for ever.
+        """
+        pause = Pause()
+        while not self._gave_up_there:
+            if self._control.everyone_left:
+                return True
+            pause()
+        return False
 
     def _quiet(self, *streams: int) -> bool:
         """Return whether streams, one's own among them, have passed what was put on them, arrays' ones too."""

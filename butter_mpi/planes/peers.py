@@ -164,6 +164,11 @@ class PeerPlane(Surviving):
             self._sentinel.mark_broken()
         super().close(*arguments, **options)
 
+    def recording(self) -> dict[str, Any] | None:
+        """Return what the recorder of this rank holds, also after a failure; ``None`` where there is none."""
+        LANE.check_fork(self.who, "dump_recorder")
+        return None if self._sentinel is None else self._sentinel.recording()
+
     def _refuse(self, what: str) -> None:
         self._pass_on()
         super()._refuse(what)
@@ -330,9 +335,17 @@ class PeerPlane(Surviving):
 
     def _peer_broke(self) -> bool:
         """Return whether something is known to have broken, over MPI or by the watcher, also since closing began."""
+        self._hear_last_words()
+        return self._gave_up_there
+
+    @property
+    def _gave_up_there(self) -> bool:
+        """Whether something is known to have broken, as far as it has been taken what peers and the watcher say."""
+        return self._verdict_heard or self._control.broken is not None
+
+    def _hear_last_words(self) -> None:
         with contextlib.suppress(self._mpi.Exception):
             self._control.pump()
-        return self._verdict_heard or self._control.broken is not None
 
     def _release(self) -> None:
         self._pass_on()

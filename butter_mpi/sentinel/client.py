@@ -28,7 +28,8 @@ from butter_mpi.control import Pause, Watch
 from butter_mpi.descent import Descent
 from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
 from butter_mpi.errors import StartError
-from butter_mpi.recorder import Recorder
+from butter_mpi.recorder import Reader, Recorder
+from butter_mpi.recording import file_of_host, take
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.needs import STARTED_BY, command, needs, why
@@ -117,11 +118,11 @@ class Offer:
         The setting, which every rank must know: if one is without a watcher, all are.
     deadline : float
         Seconds that a collective may take.
-    file : str
-        Where verdicts shall be appended; empty: nowhere.
+    file, recorder_file : str
+        Where verdicts and recordings shall be appended; empty: nowhere.
     """
 
-    def __init__(self, watch: str, deadline: float, file: str = "") -> None:
+    def __init__(self, watch: str, deadline: float, file: str = "", recorder_file: str = "") -> None:
         self.watch, self._node = watch, ""
         self.secret = secrets.token_hex(_SECRET_BYTES)
         self._ends = contextlib.ExitStack()
@@ -130,7 +131,9 @@ class Offer:
         # One rank of a node starts the watcher: one that can.
         self._unable = lacking.pop(STARTED_BY, "")
         self.failure = "; ".join(f"{what}: {reason}" for what, reason in lacking.items() if reason)
-        self.unwritable = "" if watch == "off" else _unwritable(file)
+        self.recorder_file = _recorder_file(recorder_file)
+        files = {"verdict_file": file, "recorder_file": self.recorder_file}
+        self.unwritable = {name: "" if watch == "off" else _unwritable(one) for name, one in files.items()}
         if watch == "off" or self.failure:
             return
         try:
@@ -204,15 +207,22 @@ def _check_appendable(file: str) -> None:
 def _refusal(offers: Sequence[Mapping[str, Any]], leaders: Mapping[str, int]) -> str:
     """Return why there can be no watcher on some node, with the remedy; empty: there can be."""
 
-    def reasons(what: str, ranks: Iterable[int]) -> str:
-        return "; ".join(f"rank {number}: {offers[number][what]}" for number in ranks if offers[number][what])
+    def reasons(said: Iterable[tuple[int, str]]) -> str:
+        return "; ".join(f"rank {number}: {reason}" for number, reason in said if reason)
 
-    every = range(len(offers))
-    if lacking := reasons("failure", every) or reasons("unable", leaders.values()):
+    if lacking := reasons((number, one["failure"]) for number, one in enumerate(offers)) or reasons(
+        (number, offers[number]["unable"]) for number in leaders.values()
+    ):
         return f"no watcher can be set up ({lacking}); {_OFF}"
-    if unwritable := reasons("unwritable", every):
-        return f"verdict_file (BUTTER_MPI_VERDICT_FILE) cannot be appended to ({unwritable}); {_APPENDABLE}"
+    for name in offers[0]["unwritable"]:
+        if unwritable := reasons((number, one["unwritable"][name]) for number, one in enumerate(offers)):
+            return f"{name} (BUTTER_MPI_{name.upper()}) cannot be appended to ({unwritable}); {_APPENDABLE}"
     return ""
+
+
+def _recorder_file(file: str) -> str:
+    """Return the file that this host's watcher writes; a folder, which cannot be written, as it is."""
+    return file if os.path.isdir(file) else file_of_host(file, socket.gethostname())
 
 
 def _address(secret: str) -> str:
@@ -268,6 +278,8 @@ class Sentinel:
         self._broken_here: Callable[[], Mapping[str, Any] | None] = _nothing
         self._ready = threading.Event()
         self._lock = threading.RLock()
+        # What all ranks agreed to go on after: collectives, and sends and receives.
+        self._floors = 0, 0
         self._closed = self._left = False
         self._over: Callable[[], bool] = lambda: False
         self._watcher = 0
@@ -331,6 +343,7 @@ class Sentinel:
             "start": start,
             "frozen": frozen,
             "file": os.path.abspath(file) if file else "",
+            "recordings": {"file": offer.recorder_file, "about": self._about()},
         }
         self._starter = subprocess.Popen(
             command(),
@@ -344,6 +357,11 @@ class Sentinel:
         # Far less than a pipe holds, so nothing waits here. One that has ended already is found by its socket.
         with contextlib.suppress(BrokenPipeError), self._starter.stdin as pipe:
             pipe.write(json.dumps(config).encode())
+
+    def _about(self) -> dict[str, Any]:
+        """Return what the recordings of all ranks of this node have in common."""
+        communicator = {"key": self._descent.key(self.key), "name": self._descent.name}
+        return {"communicator": communicator, "world_size": len(self._descent.ranks), "host": socket.gethostname()}
 
     def _join(self, secret: str, recorder: Recorder) -> None:
         self._socket = local_socket()
@@ -544,6 +562,16 @@ class Sentinel:
             if not self._left:
                 self.recorder.mark_broken()
 
+    def recording(self) -> dict[str, Any] | None:
+        """Return what this rank's recorder holds; ``None`` once it is gone."""
+        with self._lock, beyond_standard():
+            if self._left:
+                return None
+            reader = Reader(self.recorder.fd)
+        reader.floor, reader.pairs_floor = self._floors
+        own = {"rank": self._rank, "pid": os.getpid(), "state": "alive", "how": "", "cause": ""}
+        return take(reader, {**self._about(), **own})
+
     # -- telling -----------------------------------------------------------------------------------------------------
 
     def tell(self, notice: Mapping[str, Any]) -> None:
@@ -569,6 +597,7 @@ class Sentinel:
         # Every rank has come: who is stopped from now on is told as what breaks this epoch.
         self.stopped.clear()
         self.recorder.begin_at(sequence)
+        self._floors = sequence, pairs
         messages.send(self._socket, "resume", sequence=sequence, pairs=pairs, epoch=self._epoch)
 
     # -- going on without others -------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from butter_mpi.sentinel.judging import (
 )
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.ordering import Orders
+from butter_mpi.sentinel.recordings import Recordings
 from butter_mpi.sentinel.relay import KINDS, Relay
 from butter_mpi.sentinel.watched import Rank
 
@@ -76,8 +77,8 @@ class Watcher:
     config : dict
         ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node, each with its process),
         ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``descent`` (of it, as a mapping),
-        ``host``, ``start`` (seconds in which ranks must come), ``frozen`` (whether stopped ranks are judged) and
-        ``file`` (for verdicts; empty: none).
+        ``host``, ``start`` (seconds in which ranks must come), ``frozen`` (whether stopped ranks are judged), ``file``
+        (for verdicts; empty: none) and ``recordings`` (what :class:`Recordings` is made of).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -96,6 +97,7 @@ class Watcher:
         self._orders, self._crossed = Orders(config["name"]), False
         self._descent = Descent.of_facts(config["descent"])
         self._relay = Relay(lambda: self._ranks, self._who, self._begin, self._judge)
+        self._recordings = Recordings(**config["recordings"])
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
@@ -115,8 +117,9 @@ class Watcher:
 
     def run(self) -> None:
         """Serve until the last rank has left or is gone."""
-        while not self._over():
-            for fd, _ in self._poll.poll(max(0.0, self._due - time.monotonic())):
+        while self._recordings.pending or not self._over():
+            idle = 0.0 if self._recordings.pending else self._due - time.monotonic()
+            for fd, _ in self._poll.poll(max(0.0, idle)):
                 if fd in self._handlers:
                     self._handlers[fd]()
             self._bury()
@@ -126,6 +129,7 @@ class Watcher:
                 # Time in which this process itself did not run proves nothing about others.
                 passed, self._looked, self._due = min(now - self._looked, _LONGEST_PASSED), now, now + _TICK
                 self._look(passed)
+            self._recordings.write()
 
     @property
     def _living(self) -> list[Rank]:
@@ -310,6 +314,7 @@ class Watcher:
             if rank is not said_by and rank.lives:
                 rank.tell("notice", notice=notice, epoch=epoch)
         self._write(verdict)
+        self._recordings.ask(self._ranks.values(), verdict.text)
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
@@ -521,6 +526,7 @@ class Watcher:
         self._dead = [rank for rank in self._dead if rank in ranks]
         self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
         self._orders, self._crossed = Orders(self._descent.name), False
+        self._recordings.go_on(self._descent, len(ranks))
         self.__dict__.pop("_older", None)
 
 

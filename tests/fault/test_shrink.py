@@ -55,6 +55,9 @@ def lost(comm):
 """
 
 TWICE = """
+import glob, json
+from helpers.standin_rank import until
+os.environ["BUTTER_MPI_RECORDER_FILE"] = "recorded"
 comm = start()
 assert total(comm) == 10
 plan, child = comm.plan_barrier(stream=comm.backend.stream), comm.dup()
@@ -84,6 +87,10 @@ assert error.lost_ranks == (1,) and "rank 1/3 of shrink 1 (rank 2/4 of init)" in
 newer = new.shrink()
 assert total(newer) == 3
 say(f"back {time.monotonic()} {newer!r}")
+def recorded():
+    lines = [json.loads(line) for path in glob.glob("recorded*") for line in open(path)]
+    return {(line["communicator"]["name"], line["world_size"], line["rank"]) for line in lines}
+assert until(lambda: {("init", 4, 3), ("shrink 1", 3, 2)} <= recorded()), recorded()
 newer.close()
 """
 

@@ -30,8 +30,6 @@ from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, ON_
 HERE = Path(__file__).parent
 POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
 _GIVEN = {"NCCL_LIBRARY": "BUTTER_MPI_TEST_NCCL", "NCCL_NVLS_ENABLE": "NCCL_NVLS_ENABLE"}
-# The kernels of all ranks wait for one another, so all of them must fit on the GPU at once.
-_FEW_CHANNELS = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"), "4")
 _LIMIT = 20.0
 """Seconds after which a job hangs: its start, the longest bound, and the time in which ranks wait for one another."""
 _ENDING_LIMIT = 14.0
@@ -144,7 +142,7 @@ def _rank_environment(plane: str) -> dict[int, dict[str, str]]:
     """Make each rank a host of its own to NCCL, where it shall take the network between ranks of one GPU."""
     if plane not in ON_GPU or not ON_GPU[plane].own_hosts:
         return {}
-    return {rank: {"NCCL_HOSTID": f"host-{rank}", **_FEW_CHANNELS} for rank in range(ON_GPU[plane].ranks)}
+    return {rank: {"NCCL_HOSTID": f"host-{rank}"} for rank in range(ON_GPU[plane].ranks)}
 
 
 class _Ends:

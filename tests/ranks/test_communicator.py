@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -549,25 +549,21 @@ def ring(comm: Communicator, data: np.ndarray, result: np.ndarray) -> None:
         comm.recv(result, (RANK - 1) % SIZE)
 
 
+OPERATIONS: dict[str, Callable[..., object]] = {
+    "all_reduce": lambda c, data, result: c.all_reduce(data),
+    "broadcast": lambda c, data, result: c.broadcast(data),
+    "all_gather": lambda c, data, result: c.all_gather(data[0], result),
+    "reduce_scatter": lambda c, data, result: c.reduce_scatter(data, result[0]),
+    "reduce": lambda c, data, result: c.reduce(data),
+    "gather": lambda c, data, result: c.gather(data[0], result),
+    "scatter": lambda c, data, result: c.scatter(data, result[0]),
+    "all_to_all": lambda c, data, result: c.all_to_all(data, result),
+    "pair": ring,
+}
+
+
 @needs_peer
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda c, data, result: c.all_reduce(data),
-        lambda c, data, result: c.broadcast(data),
-        lambda c, data, result: c.all_gather(data[0], result),
-        lambda c, data, result: c.reduce_scatter(data, result[0]),
-        lambda c, data, result: c.reduce(data),
-        lambda c, data, result: c.gather(data[0], result),
-        lambda c, data, result: c.scatter(data, result[0]),
-        lambda c, data, result: c.all_to_all(data, result),
-        ring,
-    ],
-    ids=[
-        *("all_reduce", "broadcast", "all_gather", "reduce_scatter"),
-        *("reduce", "gather", "scatter", "all_to_all", "pair"),
-    ],
-)
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_data_goes_in_pieces(comm: Communicator, operation) -> None:
     """However much it is, MPI gets it in small pieces: no count is too large for it, and no wait keeps much memory."""
     data, result = np.ones((2, SIZE, 2**25 // SIZE), np.float32)
@@ -578,6 +574,26 @@ def test_data_goes_in_pieces(comm: Communicator, operation) -> None:
     finally:
         tracemalloc.stop()
     assert peak < data.nbytes // 2
+
+
+@needs_peer
+def test_no_operation_is_slow_beside_the_others(comm: Communicator) -> None:
+    """What moves as much as an all_reduce, or less, takes about as long, whatever MPI does between two looks."""
+    data, result = np.ones((2, SIZE, 2**22 // SIZE), np.float32)
+
+    def least(operation: Callable[..., object]) -> float:
+        times = []
+        for _ in range(3):
+            comm.barrier()
+            began = time.monotonic()
+            operation(comm, data, result)
+            comm.barrier()
+            times.append(time.monotonic() - began)
+        return min(times)
+
+    usual = least(OPERATIONS["all_reduce"])
+    multiples = {name: least(operation) / usual for name, operation in OPERATIONS.items()}
+    assert max(multiples.values()) < 10, multiples
 
 
 def skipping(comm: Communicator) -> None:

@@ -151,6 +151,36 @@ def test_close_with_work_under_way(comm: Communicator, plane: Any, memory: Devic
     comm.abort()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_one_end_on_all_ranks(comm: Communicator, plane: Any, memory: DeviceMemory, late: bool) -> None:
+    """Where one rank gives up, those that close abort too: a destroy would wait for it without a limit."""
+    plane.barrier()
+    memory.wait()
+    WORLD.Barrier()
+    began = time.monotonic()
+    if RANK:
+        comm.close()
+        assert time.monotonic() - began < 4
+    if late:
+        WORLD.Barrier()
+    if RANK == 0:
+        comm.abort("enough")
+        return
+    assert until(lambda: plane._closing.done, 5)
+
+
+def test_closed_at_different_times(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """Whoever closes first does not wait for the others; what it had is given back once they have closed too."""
+    plane.barrier()
+    memory.wait()
+    if RANK:
+        comm.close()
+    WORLD.Barrier()
+    comm.close()
+    with butter_mpi.init(plane="nccl", share_gpu=comm.settings.share_gpu):
+        assert until(lambda: plane._closing.done, 5)
+
+
 def test_closed_whatever_is_asked(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
     """A closed communicator says so, also where it is handed its own stream, which is gone."""
     comm.close()

@@ -58,6 +58,33 @@ def test_operations_that_differ_hang_and_never_say_so(standin: Standin, other: s
     assert values(standin, 2, code) == [[False, 0, 0, 0]] * 2
 
 
+@pytest.mark.parametrize(
+    ("version", "host", "end", "returned"),
+    [
+        ("23102", "n", "CommDestroy", [False, True]),
+        ("23102", "n", "CommAbort", [False, False]),
+        ("23102", "n{}", "CommAbort", [True, True]),
+        ("23007", "n", "CommAbort", [True, True]),
+    ],
+)
+def test_destroy_waits_for_that_of_others(
+    standin: Standin, version: str, host: str, end: str, returned: list[bool]
+) -> None:
+    """From 2.31.2 on for every rank of the host, for ever where one aborts instead; before, for nobody."""
+    code = f"""
+    if rank == 0:
+        took = []
+        threading.Thread(target=lambda: took.append(nccl.CommDestroy(comm)), daemon=True).start()
+        print(json.dumps([until(lambda: bool(took), 0.3), until(lambda: bool(took), 1.2)]), flush=True)
+        os._exit(0)
+    time.sleep(0.7)
+    print(json.dumps(nccl.{end}(comm)))
+    """
+    env = {"STANDIN_NCCL_VERSION": version}
+    rank_env = {rank: {"NCCL_HOSTID": host.format(rank)} for rank in range(2)}
+    assert values(standin, 2, code, env=env, rank_env=rank_env) == [returned, 0]
+
+
 @pytest.mark.parametrize(("transport", "state"), [("P2P", 0), ("SHM", 0), ("NET/Socket", 6), ("NET/IB", 6)])
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_peer_that_dies(standin: Standin, transport: str, state: int, end: str) -> None:

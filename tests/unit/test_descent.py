@@ -31,6 +31,7 @@ def test_communicators_of_survivors_are_counted() -> None:
     once = root.shrunk([0, 2, 3])
     assert once.who(1, "n01") == "rank 1/3 of shrink 1 (rank 2/4 of init) on n01"
     assert once.shrunk([1, 2]).who(1, "n01") == "rank 1/2 of shrink 2 (rank 3/4 of init) on n01"
+    assert (root.key("k"), once.key("k"), once.shrunk([0]).key("k")) == ("k", "k shrink 1", "k shrink 2")
     assert once.remark([1]) == "Ranks of shrink 1 in init: 1 is 2"
     part = root.child("split 1 color 0", [3, 1]).shrunk([0])
     assert part.name == "split 1 color 0, shrink 1" and part.shrunk([0]).name == "split 1 color 0, shrink 2"

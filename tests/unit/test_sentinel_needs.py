@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,9 +22,9 @@ from butter_mpi.sentinel.needs import STARTED_BY, needs
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(file: str = "") -> None:
+def start(file: str = "", recorder_file: str = "") -> None:
     """Start a rank alone with its watcher, and leave again."""
-    offer = Offer("on", 10, file)
+    offer = Offer("on", 10, file, recorder_file)
     alone = Descent.of_init("init", 1)
     said = [json.loads(offer.payload())]
     one = Sentinel(offer, said, 0, descent=alone, start_deadline=20, frozen=True, file="")
@@ -65,6 +66,16 @@ def test_what_is_missing_is_told(
     with pytest.raises(StartError) as told:
         start()
     assert reason in str(told.value) and "watch='off'" in str(told.value)
+
+
+def test_recorder_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """What is looked at is the file of this host, which has its name; a folder is none."""
+    (tmp_path / f"r.{socket.gethostname()}.jsonl").mkdir()
+    for name, said in (("r.jsonl", f"r.{socket.gethostname()}.jsonl: no"), ("", "no"), ("none/r", "none: no such")):
+        with pytest.raises(StartError) as told:
+            start(recorder_file=f"{tmp_path}/{name}")
+        text = str(told.value)
+        assert "recorder_file (BUTTER_MPI_RECORDER_FILE) cannot be appended to" in text and said in text, text
 
 
 def test_verdict_file_in_a_folder_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

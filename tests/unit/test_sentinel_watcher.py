@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from helpers import processes
+from helpers.recordings import validator
 
 from butter_mpi.collectives import Operation
 from butter_mpi.enums import DType
@@ -31,6 +32,7 @@ from butter_mpi.sentinel.watched import Rank
 _ROOT = Path(__file__).resolve().parents[2]
 _WATCHER = _ROOT / "butter_mpi" / "sentinel" / "__main__.py"
 _LONG = 10.0
+ABOUT = {"communicator": {"key": "k1", "name": "dup 1"}, "world_size": 8, "host": "n01"}
 
 # Waits for a secret, joins like a rank, submits one barrier, then prints what it hears; every further line on its
 # standard input is code to run.
@@ -45,6 +47,8 @@ recorder = Recorder(10)
 recorder.write(Operation("barrier", 0, DType.UINT8, site=f"app/rank{rank}.py:5"), 1)
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect("\\0butter_mpi-" + secret[:16])
+# What never comes ends the test, and does not hold it.
+sock.settimeout(20)
 fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [recorder.fd]))]
 sock.sendmsg([messages.pack("hello", rank=rank, secret=secret, older=[])], fds)
 def obey():
@@ -64,7 +68,9 @@ class Node:
     Ranks in `own` are this process.
     """
 
-    def __init__(self, *ranks: int, start: float = 30, own: Sequence[int] = (), file: str = "") -> None:
+    def __init__(
+        self, *ranks: int, start: float = 30, own: Sequence[int] = (), file: str = "", recorder_file: str = ""
+    ) -> None:
         self.mark = uuid.uuid4().hex
         offer = Offer("on", 10)
         self.fakes = {rank: self._fake(rank) for rank in ranks if rank not in own}
@@ -81,6 +87,7 @@ class Node:
             "start": start,
             "frozen": True,
             "file": file,
+            "recordings": {"file": recorder_file, "about": ABOUT},
         }
         subprocess.run(
             [sys.executable, "-S", "-E", "-s", "-B", str(_WATCHER)],
@@ -206,6 +213,48 @@ def test_death_is_told_with_its_cause_and_last_operation(node: Callable[..., Nod
     verdict = json.loads(line)
     assert verdict["verdict"]["lost"] == [4] and verdict["host"] == "n01"
     assert verdict["submitted"]["6"] == ["barrier #1 (uint8 x 0) at app/rank6.py:5"]
+
+
+def test_recordings_of_the_dead_and_the_living_are_written(node: Callable[..., Node], tmp_path: Path) -> None:
+    """What each rank of the node has submitted is in the file, once, with what became of it; nobody waits for that."""
+    file = tmp_path / "recorder.jsonl"
+    one = node(3, 4, 6, recorder_file=str(file))
+    fakes = {rank: one.fake(rank) for rank in (3, 4, 6)}
+    for fake in fakes.values():
+        heard(fake)
+    told(fakes[6], "messages.send(sock, 'closed'); print('{}', flush=True)")
+    assert heard(fakes[6]) == {} and not file.exists()
+    fakes[4].kill()
+    cause = heard(fakes[3])["notice"]["text"]
+    fakes[3].kill()
+    heard(fakes[6])
+    told(fakes[6], "messages.send(sock, 'bye')")
+    assert one.ended(_LONG)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line, (rank, state, how) in zip(
+        lines, [(3, "alive", ""), (4, "ended", "was killed by SIGKILL"), (6, "closed", "")], strict=True
+    ):
+        validator("recording").validate(line)
+        assert (line["rank"], line["state"], line["how"], line["cause"]) == (rank, state, how, cause)
+        assert (line["pid"], line["communicator"]) == (fakes[rank].pid, ABOUT["communicator"])
+        (record,) = line["collectives"]["records"]
+        assert record["operation"] == "barrier" and record["site"] == f"app/rank{rank}.py:5"
+        assert abs(record["time"] - time.time()) < 60
+
+
+def test_recordings_that_cannot_be_written_end_nothing(node: Callable[..., Node], tmp_path: Path) -> None:
+    """Where the folder is gone by then, the watcher goes on to watch: it ends with the goodbye of the last."""
+    one = node(0, 1, 2, recorder_file=str(tmp_path / "none" / "recorder.jsonl"))
+    fakes = [one.fake(rank) for rank in range(3)]
+    for fake in fakes:
+        heard(fake)
+    fakes[1].kill()
+    for rank in (0, 2):
+        assert heard(fakes[rank])["notice"]["lost"] == [1]
+    told(fakes[0], "messages.send(sock, 'bye')")
+    assert not one.ended(0.5)
+    told(fakes[2], "messages.send(sock, 'bye')")
+    assert one.ended(_LONG)
 
 
 @pytest.mark.parametrize(("code", "how"), [("os._exit(0)", "exit status 0"), ("os._exit(3)", "exit status 3")])

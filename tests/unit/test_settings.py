@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,17 +72,24 @@ def test_test_variables_are_free() -> None:
     assert Settings.resolve({"BUTTER_MPI_TEST_NCCL": "x"}) == Settings()
 
 
-def test_verdict_file_is_a_path_and_needs_the_watcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["verdict_file", "recorder_file"])
+def test_file_of_the_watcher_is_a_path_and_needs_it(name: str, tmp_path: Path) -> None:
     """Whatever is a path names the file; without a watcher nobody would write it."""
-    assert Settings.resolve({}, verdict_file=tmp_path / "v").verdict_file == str(tmp_path / "v")
+
+    def resolved(value: Any, env: Mapping[str, str]) -> Settings:
+        arguments: dict[str, Any] = {name: value}
+        return Settings.resolve(env, **arguments)
+
+    assert getattr(resolved(tmp_path / "v", {}), name) == str(tmp_path / "v")
     for wrong in (3, b"v", "a\0b"):
-        with pytest.raises(ValueError, match="verdict_file must be a path"):
-            Settings.resolve({}, verdict_file=wrong)
-    with pytest.raises(ValueError, match="needs the watcher"):
-        Settings.resolve({"BUTTER_MPI_WATCH": "off"}, verdict_file="v")
+        with pytest.raises(ValueError, match=f"{name} must be a path"):
+            resolved(wrong, {})
+    with pytest.raises(ValueError, match=f"{name} needs the watcher"):
+        resolved("v", {"BUTTER_MPI_WATCH": "off"})
 
 
 def test_what_is_not_given_is_none() -> None:
     """A setting that nobody gave, or gave empty, is one value in every receipt: nothing."""
     assert "" not in asdict(Settings()).values()
-    assert Settings.resolve({"BUTTER_MPI_VERDICT_FILE": ""}, verdict_file="") == Settings()
+    env = {"BUTTER_MPI_VERDICT_FILE": "", "BUTTER_MPI_RECORDER_FILE": ""}
+    assert Settings.resolve(env, verdict_file="", recorder_file="") == Settings()

@@ -123,6 +123,16 @@ API ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   return group_job((job){.comm = comm, .run = run_finalize, .name = "ncclCommFinalize"});
 }
 
+/* From 2.31.2 on a destroy waits for that of every other rank of the host, without a limit, and an abort is none. */
+static ncclResult_t await_neighbours(ncclComm_t comm) {
+  seat *seats = comm->world->seats;
+  atomic_store(&seats[comm->rank].destroying, 1);
+  world_ring(comm);
+  for (int r = 0; r < comm->size; r++)
+    if (seats[r].host == seats[comm->rank].host) AWAIT(comm, atomic_load(&seats[r].destroying), ncclInternalError);
+  return ncclSuccess;
+}
+
 /* An unhealthy communicator is not freed; some versions then leave a group open as well. */
 API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
@@ -135,6 +145,7 @@ API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return result;
   }
   comm_settle(comm);
+  if (nccl_version() >= 23102 && comm->world && (result = await_neighbours(comm))) return result;
   log_end(comm, "Destroy");
   comm_free(comm);
   return ncclSuccess;

@@ -25,7 +25,7 @@ typedef struct { /* what a rank says in one split, shrink or window registration
 } post;
 
 typedef struct {
-  _Atomic int claimed, ready, connected, linked[MAX_RANKS];
+  _Atomic int claimed, ready, connected, destroying, linked[MAX_RANKS];
   int version, device, number, bus;
   unsigned char uuid[16];
   uint64_t host;
