@@ -612,6 +612,11 @@ class Sentinel:
         """This rank, by the newest agreement."""
         return self._rank
 
+    @property
+    def left(self) -> bool:
+        """Whether it has said goodbye: nothing of other ranks is heard any more."""
+        return self._left
+
     def _send(self, kind: str, **fields: Any) -> bool:
         return messages.send(self._socket, kind, **fields)
 

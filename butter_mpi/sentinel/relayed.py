@@ -111,6 +111,11 @@ class RelayedControl(Control):
         """Return every rank's `payload`, of any lengths, in rank order."""
         return self.all_gather(payload, watch, phase, look)
 
+    @property
+    def everyone_left(self) -> bool:
+        """Whether every peer has closed and said so, or nothing can be heard of it any more."""
+        return self._sentinel.left or super().everyone_left
+
     def settled(self) -> bool:
         """Whether every peer has said its last word, and this rank's are sent; or ranks have agreed anew since."""
         if self._sentinel.reunion.generation != self._generation:

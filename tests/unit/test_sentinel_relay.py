@@ -169,7 +169,7 @@ class Client(Sentinel):
     """A rank's end of the watcher, without the sockets; what it posts is carried at once, if there is room."""
 
     def __init__(self, node: Node, rank: FakeRank) -> None:
-        self._node, self._mine, self.room = node, rank, True
+        self._node, self._mine, self.room, self._left = node, rank, True, False
         self._descent, self._rank = Descent.of_init("init", len(node.ranks)), rank.number
         self.reunion = Reunion(self._send, lambda: False, self._go_on_with)
         self.reunion.generation = 1
@@ -236,6 +236,13 @@ def test_messages_are_those_of_every_control_plane(controls: list[RelayedControl
     third.pump()
     one.pump()
     assert one.whereabouts == {2: "barrier #1"}
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_who_hears_nothing_more_waits_for_no_last_word(gone: bool, controls: list[RelayedControl]) -> None:
+    """A close waits for the last words of peers only while they can be heard."""
+    CLIENTS[1]._left = gone
+    assert controls[1].everyone_left == gone
 
 
 def test_what_is_of_another_agreement_is_not_taken(controls: list[RelayedControl]) -> None:
