@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from butter_mpi import cuda, launch, preflight
+from butter_mpi import cuda, preflight
 from butter_mpi.buffers import stream_handle
 from butter_mpi.collectives import check_plan
 from butter_mpi.communicator import Communicator
@@ -24,12 +24,14 @@ from butter_mpi.environment import c_environment
 from butter_mpi.errors import (
     ButterError,
     CUDAError,
+    NotSupportedError,
     PreflightError,
     StartError,
     StartTimeoutError,
     text_of,
 )
 from butter_mpi.lane import LANE
+from butter_mpi.launch import read_launch
 from butter_mpi.library import open_library
 from butter_mpi.mpi_start import load_mpi
 from butter_mpi.nccl_setup import prepare
@@ -39,7 +41,10 @@ from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
 from butter_mpi.sentinel.client import WATCHED, Offer, Sentinel
+from butter_mpi.sentinel.door import ALONE, Door
+from butter_mpi.sentinel.gathering import SHRINK
 from butter_mpi.settings import FaultPolicy, Settings
+from butter_mpi.survivors import Survivors, no_recovery
 
 __all__ = ["abort_job", "init", "start_deadline"]
 
@@ -69,6 +74,7 @@ def init(
     check: str | None = None,
     stream: Any = None,
     watch: str | None = None,
+    watch_interface: str | None = None,
     verdict_file: str | os.PathLike[str] | None = None,
     recorder_file: str | os.PathLike[str] | None = None,
     fault: FaultPolicy | None = None,
@@ -97,10 +103,14 @@ def init(
         The host plane always does.
     stream : CUDA stream, optional
         The ordered stream of ``Communicator.backend`` on the nccl plane; without it, a non-blocking one of its own.
-    watch : {"on", "debugger", "off"}, optional
+    watch : {"on", "debugger", "node", "off"}, optional
         Whether a process on each node, outside the ranks, watches them and tells every one within moments which died,
-        is stopped or differs. ``debugger``: ranks that are stopped are not judged. ``off``: such faults are found at
-        the collective deadline, or by the launcher.
+        is stopped or differs, and which node is cut off. ``debugger``: ranks that are stopped are not judged. ``node``:
+        these processes know nothing of other nodes, and need no connection between them. ``off``: such faults are
+        found at the collective deadline, or by the launcher.
+    watch_interface : str, optional
+        Names of network interfaces, with commas, over which these processes of several nodes reach one another, in the
+        order in which they are tried; one that a node lacks is passed over. Default: the addresses of the host's name.
     verdict_file : str or path, optional
         A file to which each node's watcher appends what broke, and what each rank submitted last, as a line of JSON.
     recorder_file : str or path, optional
@@ -144,6 +154,7 @@ def init(
         "per_host_interfaces": per_host_interfaces,
         "check": check,
         "watch": watch,
+        "watch_interface": watch_interface,
         "verdict_file": verdict_file,
         "recorder_file": recorder_file,
     }
@@ -222,10 +233,12 @@ def _asked(
             f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but "
             "from any thread: needs SERIALIZED or higher (mpi4py's default, or mpi4py.rc.thread_level = 'serialized')"
         )
+    if settings.action == SHRINK and size > 1 and (why := no_recovery(mpi, over_mpi=settings.plane == "host")):
+        failures.append(f"init: action 'shrink': {why}")
     return _Asked(settings, checked, handle, failures)
 
 
-class _Start:
+class _Start(Survivors):
     """The steps of one start, under one deadline."""
 
     def __init__(
@@ -234,16 +247,25 @@ class _Start:
         self._comm, self._mpi, self._asked = comm, mpi, asked
         self._settings = asked.settings
         self._watch, self._look = Watch(asked.settings.start_deadline), look
-        self._descent = descent
+        self._descent, self._lonely = descent, False
         self._who = descent.who(comm.rank, socket.gethostname())
 
     def run(self) -> Communicator:
+        """Take every step; where it fails and others cannot know of it, or are lost, the job is ended at exit."""
+        try:
+            return self.run_after_loss()
+        except StartError:
+            if self._lonely:
+                ENDING.alone()
+            raise
+
+    def run_after_loss(self) -> Communicator:
         """Take every step; a step that is overdue is named."""
         record = self._collect()
         try:
             return self._connect(record) if self._comm.size > 1 else self._alone(record)
         except Overdue as error:
-            ENDING.alone()
+            self._lonely = True
             raise StartTimeoutError(
                 f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start "
                 f"deadline {self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a "
@@ -252,12 +274,11 @@ class _Start:
                 elapsed=error.elapsed,
             ) from None
         except StartError as error:
-            if error.phase == WATCHED:
-                # A rank is lost, and MPI_Finalize would wait for it.
-                ENDING.alone()
+            # A rank is lost, and MPI_Finalize would wait for it.
+            self._lonely = error.phase == WATCHED
             raise
         except self._mpi.Exception as error:
-            ENDING.alone()
+            self._lonely = True
             raise StartError(
                 f"{self._who}: start: MPI failed: {error}. Look at what the launcher and MPI say above",
                 phase="MPI",
@@ -268,7 +289,7 @@ class _Start:
         world = self._mpi.COMM_WORLD
         return preflight.collect_record(
             self._settings,
-            launch.read_launch(c_environment()),
+            read_launch(c_environment()),
             self._comm.rank,
             self._comm.size,
             plan=self._asked.plan,
@@ -338,19 +359,15 @@ class _Start:
                 sentinel.look_at_start()
 
         try:
-            report = _passed(compare(control, record, self._watch, look))
+            report = self._compared(control, record, look)
+            self._refuse_without_recovery(report.plane, sentinel)
             data = duplicate(self._comm, self._mpi, self._watch, look)
             reserve = duplicate(self._comm, self._mpi, self._watch, look)
-        except PreflightError:
+        except (PreflightError, NotSupportedError):
             # Every rank is here with the same error, and nothing is under way: the duplicate can go.
             control.free()
             raise
-        options = {
-            "start_deadline": self._settings.start_deadline,
-            "sentinel": sentinel,
-            "on_verdict": self._verdict,
-            **self._options(),
-        }
+        options = self._peer_options(sentinel)
         plane: PeerPlane
         if report.plane == "host":
             plane = HostPlane((control, data, reserve), self._mpi, **options)
@@ -360,6 +377,11 @@ class _Start:
             sentinel.wait_until_ready(self._watch)
         plane.listen_to_watcher()
         return self._made(plane, report, record)
+
+    def _compared(
+        self, control: Control, record: dict[str, Any], look: Callable[[], None]
+    ) -> preflight.PreflightReport:
+        return _passed(compare(control, record, self._watch, look))
 
     def _started(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:
         plane = self._nccl(comms, record, options)
@@ -382,15 +404,32 @@ class _Start:
             # Where they differ, preflight says so.
             offer.close()
             return None
-        return Sentinel(
-            offer,
-            every,
-            self._comm.rank,
-            descent=self._descent,
-            start_deadline=settings.start_deadline,
-            frozen=settings.watch == "on",
-            file=settings.verdict_file or "",
-        )
+        door = Door(every, self._comm.rank, settings.watch_interface, settings.start_deadline)
+        try:
+            alone = not door.needed or any(one["watch"] == "node" for one in every)
+            return Sentinel(
+                offer,
+                every,
+                self._comm.rank,
+                descent=self._descent,
+                start_deadline=settings.start_deadline,
+                frozen=settings.watch != "debugger",
+                file=settings.verdict_file or "",
+                links=ALONE if alone else self._links(door, control),
+            )
+        except BaseException:
+            offer.close()
+            raise
+        finally:
+            door.close()
+
+    def _links(self, door: Door, control: Control) -> dict[str, Any]:
+        """Return what the watcher of this node is told of those of the others; every rank of the job calls this."""
+        said = control.all_gather_any(door.payload(), self._watch, "agreeing on the links of the watchers", self._look)
+        every = [json.loads(one) for one in said]
+        if refusal := door.refusal(every):
+            raise StartError(f"{self._who}: start: {refusal}", phase="watcher")
+        return door.config(every)
 
     def _nccl(self, comms: tuple[Control, Any, Any], record: dict[str, Any], options: dict[str, Any]) -> NcclPlane:
         """Return the plane; preflight has opened the library and found the device on every rank."""
@@ -408,6 +447,10 @@ class _Start:
             required=required,
             **options,
         )
+
+    def _peer_options(self, sentinel: Sentinel | None) -> dict[str, Any]:
+        watched = {"sentinel": sentinel, "on_verdict": self._verdict}
+        return {"start_deadline": self._settings.start_deadline, **watched, **self._options()}
 
     def _options(self) -> dict[str, Any]:
         return {"who": self._who, "deadline": self._settings.collective_deadline, "on_poison": self._poisoned}
@@ -429,7 +472,7 @@ class _Start:
 
     def _made(self, plane: Plane, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
         ENDING.watch(plane)
-        plane.health.remark = self._descent.remark
+        plane.health.remark = self._remark
         if self._comm.size == self._mpi.COMM_WORLD.size:
             ENDING.everybody_started()
         if report.warnings and plane.rank() == 0:
@@ -442,6 +485,7 @@ class _Start:
             plan=self._asked.plan,
             orphan=ENDING.orphan,
             part=lambda *part: self._part(plane, *part),
+            survive=lambda: self._survive(plane),
         )
 
     def _part(

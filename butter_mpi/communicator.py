@@ -71,9 +71,10 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         plan: Mapping[str, Any] | None,
         orphan: Callable[[Plane], None],
         part: Part,
+        survive: Callable[[], Communicator],
     ) -> None:
         self._plane, self._arguments = plane, Arguments(plane)
-        self._orphan, self._part = orphan, part
+        self._orphan, self._part, self._survive = orphan, part, survive
         self._plan = plan
         self._record = dict(record)
         self.preflight = preflight

@@ -22,6 +22,7 @@ __all__ = [
     "Ticket",
     "Watch",
     "duplicate",
+    "fitting",
     "keep_for_ever",
     "listen_everywhere",
     "poll",
@@ -238,8 +239,8 @@ def _packed(kind: str, body: dict[str, Any]) -> bytes:
     return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
-def _fitting(kind: str, body: dict[str, Any]) -> bytes:
-    """Return a message that is short enough: a long text is cut, a long list of ranks too, never the message lost."""
+def fitting(kind: str, body: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Return what is short enough, and packed: a long text is cut, a long list of ranks too, never the message lost."""
     body = {**body, "lost": body["lost"][:_MOST_LOST]} if "lost" in body else body
     while len(payload := _packed(kind, body)) > _MESSAGE_BYTES:
         if body.get("records"):
@@ -247,7 +248,7 @@ def _fitting(kind: str, body: dict[str, Any]) -> bytes:
         else:
             longest = max(body, key=lambda name: len(str(body[name])))
             body = {**body, longest: str(body[longest])[: len(str(body[longest])) // 2]}
-    return payload
+    return body, payload
 
 
 class Control:
@@ -267,9 +268,17 @@ class Control:
     """
 
     def __init__(self, comm: Any, mpi: Any) -> None:
-        self._comm, self._mpi = comm, mpi
-        self.rank: int = comm.rank
-        self.size: int = comm.size
+        self.comm, self._mpi = comm, mpi
+        self._receives: dict[int, Ticket] = {}
+        self._sends: list[Ticket] = []
+        self._half_done = False
+        self._begin(comm.rank, comm.size)
+        for peer in self.peers:
+            self._post(peer)
+
+    def _begin(self, rank: int, size: int) -> None:
+        """Begin to listen, with nothing heard."""
+        self.rank, self.size = rank, size
         self.peers = tuple(p for p in range(self.size) if p != self.rank)
         self.inbox: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
         self.seen: dict[int, dict[str, Any]] = {}
@@ -277,10 +286,7 @@ class Control:
         self.gone: dict[int, dict[str, Any]] = {}
         self.told: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
         self._moved_on: set[int] = set()
-        self._half_done = False
         self.broken: tuple[int, dict[str, Any]] | None = None
-        self._receives: dict[int, Ticket] = {}
-        self._sends: list[Ticket] = []
         self._spoiled = self._parted = False
         self._asked: set[int] = set()
         self.where: Callable[[], str] | None = None
@@ -288,13 +294,11 @@ class Control:
         self.whereabouts: dict[int, str] = {}
         # MPI writes into the posted buffers until they are cancelled: a collected Control would be a wild write.
         _LISTENING.add(self)
-        for peer in self.peers:
-            self._post(peer)
 
     def _post(self, peer: int) -> None:
         buffer = bytearray(_MESSAGE_BYTES)
         ticket = self._receives[peer] = Ticket(buffer, counts=False)
-        ticket.start(self._comm.Irecv, [buffer, self._mpi.BYTE], source=peer, tag=_TAG)
+        ticket.start(self.comm.Irecv, [buffer, self._mpi.BYTE], source=peer, tag=_TAG)
 
     def send(self, peers: Iterable[int], kind: str, body: dict[str, Any]) -> None:
         """Send one message to each of `peers`; it is buffered, so nothing waits here.
@@ -302,11 +306,14 @@ class Control:
         An ``op`` behind the last word is not sent: it could meet a later communicator. A signal handler may have closed
         this one inside of a submission.
         """
-        payload = _fitting(kind, body)
-        self._parted |= kind in _LAST_WORDS
-        for peer in () if self._parted and kind == "op" else peers:
+        _, payload = fitting(kind, body)
+        for peer in peers if self._sendable(kind) else ():
             ticket = Ticket(payload, counts=False)
-            self._sends.append(ticket.start(self._comm.Isend, [payload, self._mpi.BYTE], dest=peer, tag=_TAG))
+            self._sends.append(ticket.start(self.comm.Isend, [payload, self._mpi.BYTE], dest=peer, tag=_TAG))
+
+    def _sendable(self, kind: str) -> bool:
+        self._parted |= kind in _LAST_WORDS
+        return not (self._parted and kind == "op")
 
     def pump(self) -> bool:
         """Take what has arrived; returns whether anything has.
@@ -315,12 +322,17 @@ class Control:
         """
         if self._spoiled:
             return False
-        self._spoiled, moved = True, False
+        self._spoiled = True
+        moved = self._take()
+        self._spoiled = False
+        return moved
+
+    def _take(self) -> bool:
+        moved = False
         for peer in list(self._receives):
             while peer in self._receives and self._arrived(peer):
                 moved = True
         self._sends = [ticket for ticket in self._sends if not ticket.over()]
-        self._spoiled = False
         return moved
 
     def _arrived(self, peer: int) -> bool:
@@ -394,7 +406,7 @@ class Control:
         """
         received = bytearray(len(payload) * self.size)
         ticket = Ticket(payload, received)
-        ticket.start(self._comm.Iallgather, [payload, self._mpi.BYTE], [received, self._mpi.BYTE])
+        ticket.start(self.comm.Iallgather, [payload, self._mpi.BYTE], [received, self._mpi.BYTE])
         self._half_done = True
         wait(ticket, watch, phase, look)
         self._half_done = False
@@ -428,6 +440,11 @@ class Control:
         _LISTENING.discard(self)
         self._sends = [ticket for ticket in self._sends if not ticket.over()]
 
+    def abandon(self) -> None:
+        """Listen no more, without a call of MPI's: other ranks are not counted on any more."""
+        _LISTENING.discard(self)
+        self._spoiled = True
+
     def free(self) -> None:
         """Free the communicator; only after :meth:`settled`, or a stale message could meet its successor.
 
@@ -435,4 +452,4 @@ class Control:
         """
         self.retire()
         if not self._half_done:
-            self._comm.Free()
+            self.comm.Free()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Descent", "applicable", "members", "refused"]
 
+_SHRUNK = re.compile(r"(?:(?P<before>.*), )?shrink (?P<number>\d+)", re.DOTALL)
 _LARGEST = 2**31 - 1
 _SMALLEST_KEY = -(2**31)
 _MOST_MAPPED = 16
@@ -39,6 +41,11 @@ class Descent:
         """Return that of a communicator of ``init``."""
         return cls(name, name, size, tuple(range(size)))
 
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Descent:
+        """Return it from its fields, as JSON carries them."""
+        return cls(facts["name"], facts["origin"], facts["size"], tuple(facts["ranks"]))
+
     @property
     def split(self) -> bool:
         """Whether it comes from another communicator."""
@@ -48,6 +55,19 @@ class Descent:
         """Return that of a communicator that is split off this one, with `ranks` of it in their new order."""
         whole = f"{self.name}, {name}" if self.split else name
         return Descent(whole, self.origin, self.size, tuple(self.ranks[rank] for rank in ranks))
+
+    def shrunk(self, ranks: Sequence[int]) -> Descent:
+        """Return that of a communicator in which `ranks` of this one go on; one that comes of such a one counts on."""
+        before = _SHRUNK.fullmatch(self.name)
+        own = f"{self.name}, " if self.split else ""
+        prefix = own if before is None else f"{before['before']}, " if before["before"] else ""
+        name = f"{prefix}shrink {1 if before is None else int(before['number']) + 1}"
+        return Descent(name, self.origin, self.size, tuple(self.ranks[rank] for rank in ranks))
+
+    def key(self, first: str) -> str:
+        """Return a key of this communicator alone, from that of the first one with its watcher."""
+        shrunk = _SHRUNK.fullmatch(self.name)
+        return f"{first} shrink {shrunk['number']}" if shrunk else first
 
     def who(self, rank: int, host: str) -> str:
         """Return a rank as messages name it: here, and in the communicator of ``init``."""
@@ -62,10 +82,13 @@ class Descent:
             return ""
         mapped = [rank for rank in (lost or range(len(self.ranks))) if 0 <= rank < len(self.ranks)][:_MOST_MAPPED]
         there = ", ".join(f"{rank} is {self.ranks[rank]}" for rank in mapped)
+        numbers = f"Ranks of {self.name} in {self.origin}: {there}"
+        if _SHRUNK.fullmatch(self.name):
+            # It has replaced the one that it comes from.
+            return numbers
         return (
             f"Other communicators have a health of their own: the one that {self.name} comes from, and those split off "
-            "beside it, go on unless they are named here, or have a rank that has ended. Ranks of "
-            f"{self.name} in {self.origin}: {there}"
+            f"beside it, go on unless they are named here, or have a rank that has ended. {numbers}"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ class Ending:
         self._orphans: list[Plane] = []
         self._broken: list[Plane] = []
         self._lost_status = 0
-        self._alone = self._met = False
+        self._alone = self._met = self._shrunk = False
         self._starting = 0
         self._status = 0
         self._mpi: Any = None
@@ -100,6 +101,10 @@ class Ending:
         """Remember that every rank has come to its end: none is lost, and an abort is with `status`."""
         self._met, self._status = True, status
 
+    def shrunk(self) -> None:
+        """Remember that ranks went on without others, for which MPI_Finalize would wait."""
+        self._shrunk = True
+
     def everybody_started(self) -> None:
         """Remove the names of shared segments that nobody will open any more: no ending can leave them then.
 
@@ -132,16 +137,29 @@ class Ending:
             time.sleep(_LAST_WORDS_SECONDS)
             self.abort_job(self._status or _STATUS)
         retire_all()
+        if self._shrunk:
+            self._leave_without_mpi()
         client.finalizing(self._mpi.Is_finalized)
 
     def _under_way(self) -> Iterator[str]:
         """Yield what has not come to its end, and never will."""
         for text in client.deaths():
             yield f"leaving: MPI would wait for a rank that is lost: {text}"
-        if unfinished():
+        if unfinished() and not self._shrunk:
             yield "leaving: MPI would wait for data of an operation that broke"
         # Communicators that are being closed, and use the device, until their peers have said that they close too.
         yield from wait_for_all(_DETACHED_SECONDS, listen_everywhere)
+
+    def _leave_without_mpi(self) -> NoReturn:
+        """End this process, whose MPI_Finalize would wait for ranks that the others went on without.
+
+        The status that the program asked for cannot be known at this point, but for an exception.
+        """
+        client.finalized()
+        logging.shutdown()
+        _flush()
+        unlink_mapped()
+        os._exit(_STATUS if _uncaught() is not None else 0)
 
     def _leave_child(self) -> NoReturn:
         """End a forked child here: MPI_Finalize, which mpi4py calls next, would hang or disturb the parent.
@@ -189,6 +207,8 @@ class Ending:
         # An aborted MPI leaves them behind.
         unlink_mapped()
         _arm()
+        if client.left_out():
+            _end_alone()
         with contextlib.suppress(Exception):
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
                 self._mpi.COMM_WORLD.Abort(status)
@@ -203,6 +223,8 @@ class Ending:
 def _status_of(plane: Plane) -> int:
     """Return the status with which the job ends because of a plane that lost ranks; 0: it lost none."""
     cause = plane.health.cause
+    if plane.health.replaced:
+        return 0
     return plane.exit_status if cause is not None and cause.lost_ranks and plane.world_size() > 1 else 0
 
 
@@ -213,11 +235,27 @@ def _flush() -> None:
 
 
 def _arm() -> None:
-    """End this process in a moment, whatever handlers it has set; by C, since Python's own is for the main thread."""
-    with contextlib.suppress(Exception):
-        ctypes.CDLL(None).signal(int(signal.SIGALRM), None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    """End this process in a moment, whatever handlers it has set."""
+    _let_end(signal.SIGALRM)
     signal.alarm(_ABORT_SECONDS)
+
+
+def _end_alone() -> None:
+    """End this process, without which others went on, and not the job.
+
+    By a signal, as a rank that is lost: where one has ended with another status than 0, Open MPI's launcher ends the
+    others once the next one leaves.
+    """
+    say("others went on without this rank: it ends alone, by SIGTERM")
+    _let_end(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _let_end(number: signal.Signals) -> None:
+    """Let a signal end this process again; by C, since Python's own is for the main thread."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).signal(int(number), None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
 
 
 def _uncaught() -> BaseException | None:

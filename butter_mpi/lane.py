@@ -103,6 +103,8 @@ class Health:
     def __init__(self) -> None:
         self.cause: CommunicatorBrokenError | None = None
         self.closed = ""
+        self.replaced = False
+        """Whether survivors went on in another communicator, as the cause says; it is closed as well."""
         self.remark: Callable[[Sequence[int]], str] = lambda _lost: ""
         """Returns what the loss of ranks here means elsewhere."""
 
@@ -115,6 +117,14 @@ class Health:
             self.cause = cause
         return first
 
+    def replace(self, by: str) -> None:
+        """Close it, as survivors went on in another communicator; every later operation tells the cause, and that."""
+        assert self.cause is not None
+        facts = {name: getattr(self.cause, name) for name in self.cause.FACTS}
+        first = f"{self.cause.message}; replaced by {by}"
+        self.cause = type(self.cause)(first, **facts)
+        self.replaced, self.closed = True, f"replaced by {by}"
+
     def check(self, who: str, what: str) -> None:
         """Raise if no operation is taken.
 
@@ -125,7 +135,7 @@ class Health:
         CommunicatorBrokenError
             The first cause, again (a copy: an exception instance belongs to the place that raised it).
         """
-        if self.closed:
+        if self.closed and not self.replaced:
             raise CommunicatorClosedError(
                 f"{who}: {what}: the communicator was {self.closed}; make a new one with init"
             )

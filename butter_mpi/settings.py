@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["CHECKS", "PLANES", "TRANSPORTS", "WATCHES", "FaultPolicy", "Settings", "own_variable", "shown"]
+__all__ = ["ACTIONS", "CHECKS", "PLANES", "TRANSPORTS", "WATCHES", "FaultPolicy", "Settings", "own_variable", "shown"]
 
 PLANES = ("auto", "nccl", "host")
 CHECKS = ("light", "strict")
-WATCHES = ("on", "debugger", "off")
+ACTIONS = ("raise", "abort", "shrink")
+WATCHES = ("on", "debugger", "node", "off")
 TRANSPORTS = ("P2P", "SHM", "NET/IB", "NET/Socket")
 _LONGEST_SHOWN = 120
 _PREFIX, _OF_TESTS = "BUTTER_MPI_", "BUTTER_MPI_TEST_"
@@ -86,6 +88,12 @@ def _path(name: str, value: Any) -> str | None:
     return path or None
 
 
+def _interfaces(name: str, value: Any) -> str | None:
+    if not isinstance(value, str) or not all(re.fullmatch(r"[^\s,/]{1,15}", one) for one in value.split(",")):
+        raise ValueError(f"{name} must name network interfaces, with commas (eth0,ib0); got {shown(value)}")
+    return value
+
+
 def _transport(name: str, value: Any) -> str | None:
     return None if value is None else _choice(name, value, TRANSPORTS)
 
@@ -100,8 +108,9 @@ class FaultPolicy:
         Seconds for the whole start, 1 to 3600; every MPI wait in it is bounded by what is left.
     collective_deadline : float, default 120
         Seconds that an operation waits for the other ranks, 10 to 300. A wait is reported from 5 s on.
-    action : {"raise", "abort"}, default "raise"
-        What a poisoned communicator does: raise in the caller, or end the job with ``MPI_Abort``.
+    action : {"raise", "abort", "shrink"}, default "raise"
+        What a poisoned communicator does: raise in the caller, or end the job with ``MPI_Abort``. ``shrink``: raise as
+        well, where a start has made sure that survivors can go on by ``Communicator.shrink``; it is refused otherwise.
 
     Raises
     ------
@@ -118,7 +127,7 @@ class FaultPolicy:
         object.__setattr__(
             self, "collective_deadline", _number("collective_deadline", self.collective_deadline, 10, 300)
         )
-        _choice("action", self.action, ("raise", "abort"))
+        _choice("action", self.action, ACTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,7 @@ class Settings:
     collective_deadline: float = 120.0
     action: str = "raise"
     watch: str = "on"
+    watch_interface: str | None = None
     verdict_file: str | None = None
     recorder_file: str | None = None
 
@@ -176,8 +186,9 @@ class Settings:
             "check": lambda n, v: _choice(n, v, CHECKS),
             "start_deadline": lambda n, v: _number(n, v, 1, 3600),
             "collective_deadline": lambda n, v: _number(n, v, 10, 300),
-            "action": lambda n, v: _choice(n, v, ("raise", "abort")),
+            "action": lambda n, v: _choice(n, v, ACTIONS),
             "watch": lambda n, v: _choice(n, v, WATCHES),
+            "watch_interface": _interfaces,
             "verdict_file": _path,
             "recorder_file": _path,
         }

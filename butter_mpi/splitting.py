@@ -34,6 +34,7 @@ class Splits:
     _plane: Plane
     _record: Mapping[str, Any]
     _part: Part
+    _survive: Callable[[], Any]
     _splits = 0
 
     def split(self, color: SupportsIndex | None, key: SupportsIndex = 0) -> Self | None:
@@ -101,6 +102,47 @@ class Splits:
         """
         made = self._divided("dup", 0, 0)
         assert made is not None
+        return made
+
+    def shrink(self) -> Self:
+        """Make a communicator of the ranks that are left, after the loss of others; it replaces this one.
+
+        The ranks keep their order. Where another rank is lost meanwhile, those that are left then agree anew; where one
+        is lost later, the new communicator is broken in its turn, and can be shrunk. Its sequence goes on after the
+        largest number of any survivor. Handles, symmetric arrays and plans of this one are void; communicators that
+        were split off it go on, or break and are shrunk, by themselves.
+
+        Returns
+        -------
+        Communicator
+            Healthy, with the settings and the plane of this one; of one rank, if only this one is left.
+
+        Raises
+        ------
+        NotSupportedError
+            This launcher, MPI or setting does not let survivors go on; nothing was tried. The text has the remedy.
+        CollectiveTimeoutError
+            A rank that lives did not call it within the start deadline: which one.
+        CommunicatorBrokenError
+            Ranks called different things: which one what; or this rank had been stopped, and others went on without it.
+        PreflightError, StartError, TransportError
+            What is left could not be made, as in ``init``; this one is as it was, and can be shrunk again.
+        ValueError
+            Nothing broke; or inside a group.
+        CommunicatorClosedError
+            It was closed or aborted.
+
+        Notes
+        -----
+        **Collective**: every rank that lives, but no other. **Stream**: none; what was under way is given up.
+        **Blocking**: until every survivor has come, then until the new one stands, each at most the start deadline.
+        **In place**: no buffers.
+
+        See Also
+        --------
+        attempt_reconnect : Where every rank lives (``MPIX_Comm_shrink``).
+        """
+        made: Self = self._survive()
         return made
 
     def _divided(self, what: str, color: Any, key: Any) -> Self | None:

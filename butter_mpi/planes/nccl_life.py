@@ -373,14 +373,23 @@ class NcclLife(OnDevice, PeerPlane):
                 self._memory.free_left()
             pause()
 
-    def _reconnect(self) -> None:
+    def stop_for_good(self) -> None:
+        """Abort what broke, and wait a moment for that: what comes next uses the same device."""
         self._stop()
         for stopping in self._stopping:
             with contextlib.suppress(Overdue, NCCLError):
                 stopping.result(Watch(ABORT_SECONDS), "aborting")
+
+    def replace(self, by: str) -> None:
+        """End this broken communicator, as survivors go on in another one; its device memory is given back."""
+        super().replace(by)
+        self._closing = Detached(lambda: self._clean_up(None))
+
+    def _reconnect(self) -> None:
+        self.stop_for_good()
         super()._reconnect()
         try:
-            self.start(Watch(self._start_deadline))
+            self.start(Watch(self.start_deadline))
         except (StartError, Overdue) as error:
             late = isinstance(error, Overdue)
             kind = CollectiveTimeoutError if late else CommunicatorBrokenError

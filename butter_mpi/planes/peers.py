@@ -14,13 +14,16 @@ import numpy.typing as npt
 from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.control import Control, Duplicate, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.detached import Detached
-from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
+from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, NotSupportedError, PeerLostError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.submitting import Signed
+from butter_mpi.planes.surviving import Surviving
 from butter_mpi.planes.waiting import Waiting, error_from, farewells, notice_of
 from butter_mpi.sentinel.client import Sentinel
+from butter_mpi.sentinel.gathering import RECONNECT
+from butter_mpi.sentinel.relayed import MOST_BYTES, RelayedControl
 
 __all__ = ["PeerPlane", "Task"]
 
@@ -48,13 +51,14 @@ def _whereabouts() -> str:
     return next((f"{what} as {plane.who}" for plane in list(_PLANES) if (what := plane.in_flight)), "")
 
 
-class PeerPlane(Plane):
+class PeerPlane(Surviving):
     """A plane of several ranks, which tell one another over MPI what they submit and what broke.
 
     Parameters
     ----------
     comms : tuple of three mpi4py communicators
-        Duplicates that nobody else uses: control, data, and one in reserve for a reconnect.
+        Duplicates that nobody else uses: control, data, and one in reserve for a reconnect. After a shrink there is a
+        ``RelayedControl`` alone, and no MPI.
     mpi : module
         ``mpi4py.MPI``.
     start_deadline : float
@@ -79,9 +83,10 @@ class PeerPlane(Plane):
     ) -> None:
         self._control, self._data, self._reserve = comms
         self._begun: Duplicate | None = None
+        self.family = self._data
         self._sentinel, self._on_verdict = sentinel, on_verdict
         self._untold = self._verdict_heard = False
-        self._mpi, self._start_deadline = mpi, start_deadline
+        self._mpi, self.start_deadline = mpi, start_deadline
         super().__init__(self._control.rank, self._control.size, **options)
         self._transport_errors = (mpi.Exception,)
         self._ended = mpi.Is_finalized
@@ -233,6 +238,15 @@ class PeerPlane(Plane):
     def _raw(self, array: npt.NDArray[Any]) -> list[Any]:
         return [array.view(np.uint8), self._mpi.BYTE]
 
+    def all_gather_json(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, as ``Submitting`` says; what the watcher carries is bounded."""
+        if isinstance(self._control, RelayedControl) and len(payload) > MOST_BYTES:
+            raise ValueError(
+                f"{self.who}: all_gather_json: {len(payload)} bytes; after a shrink the watcher carries it, at most "
+                f"{MOST_BYTES}"
+            )
+        return super().all_gather_json(payload)
+
     def _exchange(self, payload: bytes, record: dict[str, Any]) -> list[bytes]:
         if self._sentinel is not None:
             self._sentinel.recorder.exchange(record["kind"], record["n"], record["at"])
@@ -244,6 +258,9 @@ class PeerPlane(Plane):
         return gathered
 
     def _gather_bytes(self, payload: bytes, gathered: list[bytes]) -> Task:
+        if isinstance(self._control, RelayedControl):
+            gathered.extend((yield from self._control.gathering(payload)))
+            return
         lengths, own = np.empty(self._world_size, np.int64), np.array([len(payload)])
         yield from self._wait((own, lengths), self._data.Iallgather, self._raw(own), self._raw(lengths))
         stage = np.frombuffer(payload.ljust(int(lengths.max()), b"\0"), np.uint8)
@@ -261,7 +278,15 @@ class PeerPlane(Plane):
         ------
         CollectiveTimeoutError, CommunicatorBrokenError
             It did not come back, or a rank ended in it: this communicator is poisoned.
+        NotSupportedError
+            There is no MPI after a shrink.
         """
+        if self._data is None:
+            raise NotSupportedError(
+                f"{self.who}: {what} needs MPI, which is not used any more after a shrink: make the parts before, or "
+                "start a new job",
+                needs="MPI",
+            )
         record = control_signature(what, self.sequence, call_site())
         given = self._mpi.UNDEFINED if color is None else color
         with self._poisoning(record):
@@ -359,8 +384,18 @@ class PeerPlane(Plane):
 
     def _reconnect(self) -> None:
         self._refuse_unwatched()
+        if isinstance(self._control, RelayedControl):
+            self._reconnect_relayed()
+        else:
+            self._reconnect_over_mpi()
+        self._verdict_heard = self._untold = False
+        self._control.where = _whereabouts
+
+    def _reconnect_over_mpi(self) -> None:
         first = self._first_step()
-        watch = Watch(self._start_deadline)
+        watch = Watch(self.start_deadline)
+        if self._sentinel is not None:
+            self._sentinel.reunion.call_elsewhere(RECONNECT)
         try:
             control = Control(self._come_together(first, watch), self._mpi)
             data = duplicate(first.comm, self._mpi, watch, self._everybody_there)
@@ -374,14 +409,14 @@ class PeerPlane(Plane):
                 phase="reconnect",
                 elapsed=error.elapsed,
             ) from error
+        finally:
+            if self._sentinel is not None:
+                self._sentinel.reunion.call_elsewhere("")
         self._retire("moved on", {})
-        control.where = _whereabouts
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, first.comm
-        self.sequence = max(sequence for sequence, _ in numbers)
-        self._pairs.clear()
-        self._pairs_from = max(pair for _, pair in numbers)
-        self._verdict_heard = self._untold = False
+        self.family = data
+        self.go_on_from(max(sequence for sequence, _ in numbers), max(pair for _, pair in numbers))
         if self._sentinel is not None:
             self._sentinel.resume(self.sequence, self._pairs_from)
 
@@ -399,10 +434,17 @@ class PeerPlane(Plane):
         """
         try:
             self._await_continued(watch)
-            return first.wait(watch, self._everybody_there)
-        except PeerLostError:
+            return first.wait(watch, self._come_by)
+        except CommunicatorBrokenError:
             self._begun = first
             raise
+
+    def _come_by(self) -> None:
+        """Raise where a rank will not come: it is lost, or calls something else; which counts until all have come."""
+        answer = None if self._sentinel is None else self._sentinel.reunion.answer()
+        if answer is not None:
+            raise self.refused(RECONNECT, answer)
+        self._everybody_there()
 
     def _await_continued(self, watch: Watch) -> None:
         """Leave the watcher the time to see that ranks which were stopped run again."""

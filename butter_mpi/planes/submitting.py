@@ -288,6 +288,11 @@ class Submitting(ABC):
         """Return collectives in program order, then pairs: the order in which peers compare them."""
         return sorted(operations, key=lambda operation: operation.rule.paired)
 
+    def go_on_from(self, sequence: int, pairs: int) -> None:
+        """Count on from numbers that all ranks have agreed on."""
+        self.sequence, self._pairs_from = sequence, pairs
+        self._pairs.clear()
+
     def _next_number(self, operation: Operation) -> int:
         if operation.peer is None:
             return self.sequence + 1

@@ -20,6 +20,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from butter_mpi.errors import StartError
 from butter_mpi.recorder import Reader, Recorder
 from butter_mpi.recording import file_of_host, take
 from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.door import ALONE, leaders
 from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.needs import STARTED_BY, command, needs, why
 from butter_mpi.sentinel.process import Process
+from butter_mpi.sentinel.reunion import Reunion
 
 __all__ = ["WATCHED", "Offer", "Sentinel", "deaths", "finalized", "finalizing", "node_key"]
 
@@ -76,6 +79,11 @@ def _forget_all() -> None:
 def deaths() -> list[str]:
     """Return what the watcher has said of ranks that have died, also since this one has closed."""
     return [text for one in _LAST for text in list(one.gone.values())]
+
+
+def left_out() -> bool:
+    """Return whether others went on without this rank, so that it must not end the job."""
+    return any(one.reunion.left_out for one in list(_OPEN))
 
 
 def finalizing(over: Callable[[], bool]) -> None:
@@ -159,14 +167,6 @@ class Offer:
         self._ends.close()
 
 
-def _leaders(said: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the rank of each node that starts its watcher: the first, or the first that is able to."""
-    leaders: dict[str, int] = {}
-    for number in sorted(range(len(said)), key=lambda one: bool(said[one]["unable"])):
-        leaders.setdefault(said[number]["node"], number)
-    return leaders
-
-
 def _said_by(leader: Mapping[str, Any]) -> int | None:
     """Open what the watcher writes its standard error to, which the rank has that starts it; ``None``: it is gone."""
     with contextlib.suppress(OSError), beyond_standard():
@@ -241,6 +241,8 @@ class Sentinel:
         Whether stopped ranks are judged; not while a debugger stops them.
     file : str
         Where verdicts are appended; empty: nowhere.
+    links : mapping
+        What the watcher is told of those of other nodes; default: there is none.
 
     Raises
     ------
@@ -258,6 +260,7 @@ class Sentinel:
         start_deadline: float,
         frozen: bool,
         file: str,
+        links: Mapping[str, Any] = ALONE,
     ) -> None:
         self._descent, self._rank = descent, rank
         self._who = who = descent.who(rank, socket.gethostname())
@@ -281,15 +284,18 @@ class Sentinel:
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}
         self.lost = False
-        leaders = _leaders(offers)
-        if refusal := _refusal(offers, leaders):
+        self.reunion = Reunion(self._send, lambda: self.lost, self._go_on_with)
+        leading = leaders(offers)
+        if refusal := _refusal(offers, leading):
             offer.close()
             raise StartError(f"{who}: start: {refusal}", phase="watcher")
+        self.alone_on = len({one["node"] for one in offers}) == 1
+        """Whether all ranks are on this node, where one watcher sees them."""
         here = {number: one["pid"] for number, one in enumerate(offers) if one["node"] == offers[rank]["node"]}
-        leader = leaders[offers[rank]["node"]]
+        leader = leading[offers[rank]["node"]]
         try:
             if leader == rank:
-                self._start(offer, here, start_deadline, frozen, file)
+                self._start(offer, here, start_deadline, frozen, file, links)
             self._join(offers[leader]["secret"], offer.recorder)
         except OSError as error:
             offer.close()
@@ -319,8 +325,16 @@ class Sentinel:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def _start(self, offer: Offer, ranks: Mapping[int, int], start: float, frozen: bool, file: str) -> None:
-        """Start the watcher; it takes over the listening socket, and detaches itself."""
+    def _start(
+        self,
+        offer: Offer,
+        ranks: Mapping[int, int],
+        start: float,
+        frozen: bool,
+        file: str,
+        links: Mapping[str, Any],
+    ) -> None:
+        """Start the watcher; it takes over the listening sockets, and detaches itself."""
         listener = offer.socket.fileno()
         config = {
             "listener": listener,
@@ -328,10 +342,12 @@ class Sentinel:
             "ranks": dict(ranks),
             "who": {number: self._descent.who(number, socket.gethostname()) for number in ranks},
             "name": self._descent.name,
+            "descent": asdict(self._descent),
             "host": socket.gethostname(),
             "start": start,
             "frozen": frozen,
             "file": os.path.abspath(file) if file else "",
+            "links": links,
             "recordings": {"file": offer.recorder_file, "about": self._about()},
         }
         self._starter = subprocess.Popen(
@@ -340,16 +356,17 @@ class Sentinel:
             stdout=subprocess.DEVNULL,
             stderr=offer.said,
             start_new_session=True,
-            pass_fds=[listener],
+            pass_fds=[listener, *links["listeners"]],
         )
         assert self._starter.stdin is not None
-        # Far less than a pipe holds, so nothing waits here. One that has ended already is found by its socket.
+        # Where there are thousands of nodes, this waits until the watcher reads. One that has ended already is found by
+        # its socket.
         with contextlib.suppress(BrokenPipeError), self._starter.stdin as pipe:
             pipe.write(json.dumps(config).encode())
 
     def _about(self) -> dict[str, Any]:
         """Return what the recordings of all ranks of this node have in common."""
-        communicator = {"key": self.key, "name": self._descent.name}
+        communicator = {"key": self._descent.key(self.key), "name": self._descent.name}
         return {"communicator": communicator, "world_size": len(self._descent.ranks), "host": socket.gethostname()}
 
     def _join(self, secret: str, recorder: Recorder) -> None:
@@ -509,6 +526,8 @@ class Sentinel:
             self.stopped.pop(message["rank"], None)
         elif message["kind"] == "warning":
             _LOG.warning("%s: %s", self._who, message["text"])
+        else:
+            self.reunion.hear(message)
 
     def _watcher_stopped(self) -> bool:
         try:
@@ -586,6 +605,48 @@ class Sentinel:
         self.recorder.begin_at(sequence)
         self._floors = sequence, pairs
         messages.send(self._socket, "resume", sequence=sequence, pairs=pairs, epoch=self._epoch)
+
+    # -- going on without others -------------------------------------------------------------------------------------
+
+    @property
+    def descent(self) -> Descent:
+        """The communicator's name and ranks, by the newest agreement."""
+        return self._descent
+
+    @property
+    def rank(self) -> int:
+        """This rank, by the newest agreement."""
+        return self._rank
+
+    @property
+    def left(self) -> bool:
+        """Whether it has said goodbye: nothing of other ranks is heard any more."""
+        return self._left
+
+    def _send(self, kind: str, **fields: Any) -> bool:
+        return messages.send(self._socket, kind, **fields)
+
+    def _go_on_with(self, ranks: Sequence[int]) -> None:
+        """Take the new numbers of those that go on; the listening thread hears of them in order with all else."""
+        with self._lock:
+            self._descent, self._rank = self._descent.shrunk(ranks), ranks.index(self._rank)
+            self._who = self._descent.who(self._rank, socket.gethostname())
+            self.gone.clear()
+            self.stopped.clear()
+
+    def lost_another(self, seconds: float) -> bool:
+        """Whether one of those that went on is lost now, by what the watcher says within a moment."""
+        watch, pause = Watch(seconds), Pause()
+        while not (self.gone or self.stopped or self.lost or watch.tick()):
+            pause()
+        return bool(self.gone or self.stopped) and not self.lost
+
+    def stay_last(self) -> None:
+        """Take over as the one that stays after its close: ranks of this one's watcher went on without others."""
+        for before in _LAST[:]:
+            if before is not self and before._closed:
+                before.leave()
+        _LAST[:] = [self]
 
     def close(self) -> None:
         """Say that nothing more is submitted; where another watcher sees to the end of this process, that is all."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["FIELDS", "LIMIT", "MOST_OLDER", "Garbled", "pack", "receive", "send", "unpack"]
@@ -28,6 +29,9 @@ FIELDS: dict[str, dict[str, type]] = {
     "bye": {},
     "broken": {"notice": dict, "epoch": int},
     "resume": {"sequence": int, "pairs": int, "epoch": int},
+    "come": {"what": str, "sequence": int, "pairs": int, "limit": float},
+    "elsewhere": {"what": str},
+    "post": {"to": list, "letter": str, "body": dict, "generation": int},
     # from the watcher
     "ready": {"pid": int},
     "notice": {"notice": dict, "epoch": int},
@@ -35,6 +39,10 @@ FIELDS: dict[str, dict[str, type]] = {
     "stopped": {"rank": int, "text": str},
     "running": {"rank": int},
     "warning": {"text": str},
+    "gathered": {"what": str, "ranks": list, "sequence": int, "pairs": int, "generation": int},
+    "left_out": {"text": str},
+    "refused": {"error": str, "text": str, "lost": list},
+    "letter": {"by": int, "letter": str, "body": dict, "generation": int},
 }
 
 
@@ -69,8 +77,8 @@ def _shorter(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "notice": {**notice, **cut}}
 
 
-def unpack(data: bytes) -> dict[str, Any]:
-    """Return the message in `data`.
+def unpack(data: bytes, known: Mapping[str, Mapping[str, type]] = FIELDS) -> dict[str, Any]:
+    """Return the message in `data`, one of the `known` kinds.
 
     Raises
     ------
@@ -81,9 +89,7 @@ def unpack(data: bytes) -> dict[str, Any]:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise Garbled(str(error)) from None
-    fields = (
-        FIELDS.get(message.get("kind", "")) if isinstance(message, dict) and _is(message.get("kind"), str) else None
-    )
+    fields = known.get(message.get("kind", "")) if isinstance(message, dict) and _is(message.get("kind"), str) else None
     if fields is None or message.keys() != fields.keys() | {"kind"}:
         raise Garbled("not a known message with its fields")
     for name, kind in fields.items():

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from butter_mpi.descent import Descent
 from butter_mpi.recorder import Reader
 from butter_mpi.recording import append, take
 from butter_mpi.sentinel.watched import Rank
@@ -29,6 +30,7 @@ class Recordings:
 
     def __init__(self, file: str, about: dict[str, Any]) -> None:
         self._file, self._about = file, about
+        self._key: str = about["communicator"]["key"]
         self._asked: deque[tuple[Reader, dict[str, Any]]] = deque()
 
     @property
@@ -39,7 +41,13 @@ class Recordings:
     def ask(self, ranks: Iterable[Rank], cause: str) -> None:
         """Have those of all ranks that have joined written, as they are now; :meth:`write` does it."""
         if self._file:
-            self._asked.extend((rank.reader, _of(rank, cause)) for rank in ranks if rank.reader is not None)
+            facts = [(rank.reader, {**self._about, **_of(rank, cause)}) for rank in ranks if rank.reader is not None]
+            self._asked.extend(facts)
+
+    def go_on(self, descent: Descent, world_size: int) -> None:
+        """Let those of the ranks that went on without others be of their communicator."""
+        communicator = {"key": descent.key(self._key), "name": descent.name}
+        self._about = {**self._about, "communicator": communicator, "world_size": world_size}
 
     def write(self) -> None:
         """Write the next one: all at once would take longer than others can be left unwatched."""
@@ -47,7 +55,7 @@ class Recordings:
             reader, facts = self._asked.popleft()
             # Nobody is left to be told that there is no room, or no folder any more.
             with contextlib.suppress(OSError):
-                append(self._file, take(reader, {**self._about, **facts}))
+                append(self._file, take(reader, facts))
 
 
 def _of(rank: Rank, cause: str) -> dict[str, Any]:

@@ -41,7 +41,9 @@ class Rank:
     """
 
     def __init__(self, number: int, pid: int) -> None:
-        self.number, self.pid = number, pid
+        # Its number changes where ranks go on without others.
+        self.number = self.first_number = number
+        self.pid = pid
         self.process: Process | None = None
         self.ancestors: list[Process] = []
         self.sock: socket.socket | None = None
@@ -143,6 +145,11 @@ class Rank:
         if self.sock is not None:
             self._unsent.append((kind, fields))
             self.send_again()
+
+    @property
+    def unsent(self) -> int:
+        """How many messages wait until it has read others."""
+        return len(self._unsent)
 
     def send_again(self) -> None:
         """Send what it had no room for."""

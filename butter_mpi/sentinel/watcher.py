@@ -24,10 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from butter_mpi.descent import Descent
 from butter_mpi.findings import ranks_text
 from butter_mpi.recorder import Entry, Reader
 from butter_mpi.segments import unlink_mapped
 from butter_mpi.sentinel import messages
+from butter_mpi.sentinel.across import Across, Standing
 from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.judging import (
     STAY,
@@ -40,9 +42,11 @@ from butter_mpi.sentinel.judging import (
     mismatch,
     told_by,
 )
+from butter_mpi.sentinel.links import COMPARED, Links
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.ordering import Orders
 from butter_mpi.sentinel.recordings import Recordings
+from butter_mpi.sentinel.relay import KINDS, Relay
 from butter_mpi.sentinel.watched import Rank
 
 __all__ = ["Watcher", "main"]
@@ -52,6 +56,8 @@ _SOON = 0.02
 _LONGEST_PASSED = 0.5
 _FROZEN = 4.0
 _SHOWN = 8
+# Between two looks at what ranks of several nodes submit.
+_ACROSS = 0.4
 _OWN_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGCHLD}
 # What ranks find themselves and raise on every one of them: a program may expect it.
 _RAISED_BY_ALL = ("CollectiveMismatchError", "StartError")
@@ -74,9 +80,10 @@ class Watcher:
     ----------
     config : dict
         ``listener`` (descriptor of the listening socket), ``secret``, ``ranks`` (of this node, each with its process),
-        ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``host``, ``start`` (seconds in
-        which ranks must come), ``frozen`` (whether stopped ranks are judged), ``file`` (for verdicts; empty: none) and
-        ``recordings`` (what :class:`Recordings` is made of).
+        ``who`` (each of them, as messages name it), ``name`` (of the communicator), ``descent`` (of it, as a mapping),
+        ``host``, ``start`` (seconds in which ranks must come), ``frozen`` (whether stopped ranks are judged), ``file``
+        (for verdicts; empty: none), ``links`` (to the watchers of other nodes) and ``recordings`` (what
+        :class:`Recordings` is made of).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -93,10 +100,20 @@ class Watcher:
         self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
         self._late, self._pairs = Late(), Pairs(self._ranks)
         self._orders, self._crossed = Orders(config["name"]), False
+        self._descent = Descent.of_facts(config["descent"])
+        self._relay = Relay(lambda: self._ranks, self._who, self._begin, self._judge)
         self._recordings = Recordings(**config["recordings"])
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
+        # Ranks of other nodes that have died, and that are stopped or cannot be reached: what is said of each.
+        self._far: dict[str, dict[int, str]] = {"gone": {}, "stopped": {}}
+        self._far_missed = 0.0
+        self._links = Links(config["links"], self._hear_far, self._accuse_far)
+        self._watch(self._links.fileno(), self._links.serve)
+        nodes = len(config["links"]["nodes"])
+        self._across = Across(config["links"]["me"], nodes, self._links.say) if nodes > 1 else None
+        self._across_due = 0.0
         listener = socket.socket(fileno=config["listener"])
         listener.setblocking(False)
         self._watch(listener.fileno(), lambda: self._accept(listener))
@@ -119,6 +136,7 @@ class Watcher:
                 if fd in self._handlers:
                     self._handlers[fd]()
             self._bury()
+            self._relay.look(0.0)
             now = time.monotonic()
             if now >= self._due:
                 # Time in which this process itself did not run proves nothing about others.
@@ -132,7 +150,9 @@ class Watcher:
 
     def _over(self) -> bool:
         living = self._living
-        return not living or (self._start_left <= 0 and not any(rank.joined for rank in living))
+        if living and (self._start_left > 0 or any(rank.joined for rank in living)):
+            return False
+        return self._links.finish()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -161,7 +181,7 @@ class Watcher:
                 os.close(fd)
         self._watch(sock.fileno(), lambda: self._listen(rank))
         if self._complete:
-            self._tell("ready", pid=os.getpid())
+            self._links.up()
         for epoch, notice in self._notices.items():
             rank.tell("notice", notice=notice, epoch=epoch)
         for other in self._ranks.values():
@@ -169,6 +189,9 @@ class Watcher:
                 rank.tell("gone", rank=other.number, text=other.death.text)
             elif other.stop is not None:
                 rank.tell("stopped", rank=other.number, text=other.stop.text)
+        for word, said in self._far.items():
+            for far, text in said.items():
+                rank.tell(word, rank=far, text=text)
 
     def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
         if message["kind"] != "hello" or message["secret"] != self._config["secret"] or not fds:
@@ -216,6 +239,8 @@ class Watcher:
             self._broken(rank, message["notice"], message["epoch"])
         elif kind == "resume":
             self._resume(rank, message["sequence"], message["pairs"], message["epoch"])
+        elif kind in KINDS:
+            self._relay.hear(rank, message)
         return True
 
     def _no_more_of(self, rank: Rank) -> None:
@@ -232,7 +257,9 @@ class Watcher:
         self._no_more_of(rank)
         if rank.lives:
             rank.gone = True
-            self._dead.append(rank)
+            # Others went on without one that is not among them.
+            if self._ranks.get(rank.number) is rank:
+                self._dead.append(rank)
 
     def _bury(self) -> None:
         """Judge the processes that have ended, in the order in which that was seen."""
@@ -264,6 +291,47 @@ class Watcher:
             self._judge(replace(deaths[own[0]], lost=tuple(own), text="; ".join(texts)))
         for number, death in deaths.items():
             self._tell("gone", rank=number, text=death.text)
+            self._links.publish("gone", rank=number, text=death.text)
+
+    # -- other nodes -------------------------------------------------------------------------------------------------
+
+    def _hear_far(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take what the watcher of another node found, or these links say of it."""
+        if kind == "begun":
+            self._tell("ready", pid=os.getpid())
+        elif kind in COMPARED:
+            if self._across is not None:
+                self._across.hear(fields["node"], kind, fields)
+        elif kind == "notice":
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):
+                self._judge_far(fields["notice"], fields["epoch"])
+        else:
+            if kind == "running":
+                self._far["stopped"].pop(fields["rank"], None)
+            else:
+                self._far[kind][fields["rank"]] = fields["text"]
+            self._tell(kind, **fields)
+
+    def _judge_far(self, notice: dict[str, Any], epoch: int) -> None:
+        """Keep and tell the verdict of another watcher, as one of this node's."""
+        verdict = replace(Verdict.of(notice), other=str(notice.get("other", "")))
+        told = {"by": int(notice["by"]), "here": False} if "by" in notice else {}
+        if epoch in self._notices:
+            return
+        self._notices[epoch] = kept = {**verdict.notice(), **told}
+        # Where nobody is left to hear, the other node has said it.
+        if not self._living:
+            return
+        if not told or verdict.error not in _RAISED_BY_ALL:
+            said = told_by(told["by"], verdict.text) if told else verdict.text
+            self._cry(f"butter_mpi: the watcher of {self._config['host']} hears: {said}\n", None)
+        self._tell("notice", notice=kept, epoch=epoch)
+        self._write(verdict)
+        self._recordings.ask(self._ranks.values(), verdict.text)
+
+    def _accuse_far(self, ranks: Sequence[int], text: str, phase: str) -> None:
+        """Judge what the links found: nodes that are silent, or that cannot be reached in the start."""
+        self._judge(Verdict("PeerLostError", tuple(ranks), text, phase=phase))
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
@@ -298,6 +366,8 @@ class Watcher:
             return
         told = {} if said_by is None else {"by": said_by.number, "here": False}
         self._notices[epoch] = notice = {**verdict.notice(), **told}
+        # First: a launcher may be about to end the ranks of other nodes too.
+        self._links.publish("notice", notice=notice, epoch=epoch)
         said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
         if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
@@ -353,12 +423,16 @@ class Watcher:
         self._bury()
         awake = any(state == "alive" for state in states.values())
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
-        self._judge_stopped(living, states, passed if awake else 0.0)
+        self._judge_stopped(living, states, passed if awake or self._links.awake else 0.0)
         together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
         if self._epoch not in self._notices and together and awake and self._complete:
             self._judge_submissions(passed)
             self._judge_orders()
+        if self._epoch not in self._notices and together and self._complete:
+            self._judge_across(passed, awake)
         self._free_waiting(passed)
+        self._links.tick(passed, awake, bool(self._waiting))
+        self._relay.look(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
@@ -369,7 +443,7 @@ class Watcher:
             # The first look does not count: it may have been stopped just before.
             rank.stopped = 0.0 if rank.stopped is None else rank.stopped + passed
             # For one that has closed nobody waits before MPI_Finalize.
-            if self._frozen(rank) and (not rank.closed or self._waiting):
+            if self._frozen(rank) and (not rank.closed or self._waiting or self._links.waits):
                 self._halt(rank)
 
     def _halt(self, rank: Rank) -> None:
@@ -379,6 +453,7 @@ class Watcher:
         if rank.stop is None:
             rank.stop = stop
             self._tell_others(rank, "stopped", rank=rank.number, text=stop.text)
+            self._links.publish("stopped", rank=rank.number, text=stop.text)
 
     def _runs(self, rank: Rank) -> None:
         """Take back what was told of its stop."""
@@ -386,6 +461,7 @@ class Watcher:
         if rank.stop is not None:
             rank.stop = None
             self._tell_others(rank, "running", rank=rank.number)
+            self._links.publish("running", rank=rank.number)
 
     def _frozen(self, rank: Rank) -> bool:
         return rank.stopped is not None and rank.stopped >= _FROZEN and bool(self._config["frozen"])
@@ -403,6 +479,9 @@ class Watcher:
         dead = [rank for rank in self._ranks.values() if rank.missed >= _FINALIZE_GRACE]
         self._mourn([rank for rank in dead if rank.death is None])
         lost = [rank.number for rank in [*dead, *filter(self._frozen, self._living)]]
+        self._far_missed = self._far_missed + passed if waiting and self._far["gone"] else 0.0
+        lost += [*self._far["gone"]] if self._far_missed >= _FINALIZE_GRACE else []
+        lost += [*self._far["stopped"]]
         fresh = [rank.number for rank in waiting if not rank.freed]
         if lost and fresh:
             self._cry(
@@ -428,6 +507,31 @@ class Watcher:
             self._suspect = None
             for waiting in [*self._late.look(readers, passed), *self._pairs.look(passed)]:
                 self._judge_late(waiting)
+
+    def _judge_across(self, passed: float, awake: bool) -> None:
+        """Judge what ranks of several nodes submit: who differs, and who waits here for ranks elsewhere."""
+        if self._across is None or not all(rank.judged for rank in self._ranks.values()):
+            return
+        readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
+        self._across_due -= passed
+        if self._across_due <= 0:
+            self._across_due = _ACROSS
+            differing = self._across.look(readers, self._epoch, self._standing, self._links.leads)
+            if differing is not None:
+                self._judge(differing)
+                return
+        late, warning = self._across.wait(readers, passed if awake else 0.0)
+        if late is not None:
+            self._judge(late)
+        for rank in self._ranks.values() if warning else ():
+            rank.mention("warning", text=warning)
+
+    def _standing(self, last: Sequence[int]) -> Standing:
+        """Return what other nodes are told of the ranks that are last here."""
+        left = [number for number in last if self._ranks[number].closed]
+        if left:
+            return Standing(0, tuple(left), self._farewells(left), True)
+        return Standing(0, tuple(last), self._positions(last), False)
 
     def _judge_orders(self) -> None:
         """Judge ranks that use this communicator and an older one in different orders; seen twice, as above."""
@@ -503,6 +607,21 @@ class Watcher:
         for other in self._ranks.values():
             if other.death is not None:
                 self._judge(other.death, epoch)
+
+    def _begin(self, survivors: Sequence[int]) -> None:
+        """Give the ranks that go on new numbers, in their old order; the others are no ranks any more."""
+        ranks = [self._ranks[number] for number in survivors]
+        self._descent = self._descent.shrunk(survivors)
+        self._ranks = dict(enumerate(ranks))
+        for number, rank in self._ranks.items():
+            rank.number = number
+        who = {str(number): self._descent.who(number, self._config["host"]) for number in self._ranks}
+        self._config = {**self._config, "name": self._descent.name, "who": who}
+        self._dead = [rank for rank in self._dead if rank in ranks]
+        self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
+        self._orders, self._crossed = Orders(self._descent.name), False
+        self._recordings.go_on(self._descent, len(ranks))
+        self.__dict__.pop("_older", None)
 
 
 def main() -> None:

@@ -130,6 +130,31 @@ assert all("program.py:" in text and kind in text for text, kind in zip(error.re
         assert out.startswith("CollectiveMismatchError"), out
 
 
+# Each rank is taken for one of another node.
+APART = """
+from butter_mpi.sentinel import client
+own = client.node_key()
+client.node_key = lambda: f"{own} {RANK}"
+"""
+
+
+def test_ranks_of_other_nodes_that_differ() -> None:
+    """One rank a node: who submitted another count is named on all, from the recorders, with each call site."""
+    head = HEAD.replace("comm = start()", f"{APART}\ncomm = start()")
+    program = """
+for _ in range(3):
+    plane.barrier()
+plane.all_reduce(memory.blank(4096), 4000 if RANK == 1 else 2000, dtype=DType.FLOAT32)
+error = broken(lambda: comm.wait_for_async_error(10))
+assert list(error.records) == [0, 1, 2] and all("program.py:" in text for text in error.records.values()), error.records
+"""
+    result = run_job(3, head + program + WORKS, env=env(), timeout=40)
+    for out in result.rank_out:
+        assert out.startswith("CollectiveMismatchError"), result.text
+        assert "rank 1: all_reduce #4 (float32 x 1000, sum)" in out, result.text
+        assert "ranks 0, 2: all_reduce #4 (float32 x 500, sum)" in out, result.text
+
+
 LEFT_OUT = """
 if RANK == 0:
     plane.all_reduce(memory.put(np.ones(4, np.float32)), 16, dtype=DType.FLOAT32)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from helpers.mpirun import find_mpi
 from helpers.slurm import PMI, Slurm
+from helpers.standin import build
 
 PROGRAM = """
 import threading
@@ -32,6 +33,27 @@ except butter_mpi.PeerLostError as error:
     print("PeerLostError", error, "told", file=sys.stderr, flush=True)
     signal.sigwait([signal.SIGUSR1])
     raise
+"""
+
+
+SHRINKS = """
+import os, signal, sys
+import butter_mpi
+import numpy as np
+from helpers.memory import DeviceMemory
+comm = butter_mpi.init(plane="nccl", fault=butter_mpi.FaultPolicy(start_deadline=20, action="shrink"))
+if comm.rank == 1:
+    print("lost", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.wait_for_async_error(10)
+except butter_mpi.PeerLostError as error:
+    print(error, file=sys.stderr)
+with comm.shrink() as comm:
+    memory, data = DeviceMemory(comm.backend.device, comm.backend.stream), np.full(1000, comm.rank + 2.5, np.float32)
+    pointer = memory.put(data)
+    comm.backend.all_reduce(pointer, data.nbytes, dtype=butter_mpi.DType.FLOAT32)
+    print(memory.get(pointer, data)[0], flush=True)
 """
 
 
@@ -76,6 +98,14 @@ def test_killed_rank_in_a_step_that_goes_on(slurm: Slurm) -> None:
     assert result.rc != 0, result.text
     for err in (result.rank_err[0], result.rank_err[2]):
         assert "PeerLostError" in err and "was killed by SIGKILL; last submitted all_reduce #" in err, result.text
+
+
+def test_survivors_of_a_step_go_on(slurm: Slurm) -> None:
+    """Where the step goes on after a death, ranks of one node do so without MPI, which cannot be used any more."""
+    env = {**build().env(), "NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
+    result = slurm.run_job(3, SHRINKS, env=env, options=["--kill-on-bad-exit=0", "--nodes=1"])
+    assert [out.splitlines()[-1] for out in result.rank_out] == ["6.0", "lost", "6.0"], result.text
+    assert "rank 1/3" in result.rank_err[0] and "was killed by SIGKILL" in result.rank_err[0], result.text
 
 
 def test_exception_on_one_rank(slurm: Slurm) -> None:

@@ -58,7 +58,7 @@ def test_refused_start_and_finished_request_keep_nothing() -> None:
 def test_every_notice_fits(text: str) -> None:
     """A long text, a long list of ranks and many records are cut to what a message holds, never refused."""
     body = {"error": "PeerLostError", "text": text, "lost": list(range(5000)), "n": 1, "records": {"1": text}}
-    payload = control._fitting("broken", body)
+    _, payload = control.fitting("broken", body)
     assert len(payload) <= control._MESSAGE_BYTES
     message = json.loads(payload[control._LENGTH_BYTES :])
     assert message["kind"] == "broken" and message["body"]["error"] == "PeerLostError" and message["body"]["text"]

@@ -25,6 +25,19 @@ def test_names_and_ranks_of_generations() -> None:
     assert grandchild.remark([7]).endswith("in init: ")
 
 
+def test_communicators_of_survivors_are_counted() -> None:
+    """Who goes on is named in the order of old, however often, and by the numbers of init."""
+    root = Descent.of_init("init", 4)
+    once = root.shrunk([0, 2, 3])
+    assert once.who(1, "n01") == "rank 1/3 of shrink 1 (rank 2/4 of init) on n01"
+    assert once.shrunk([1, 2]).who(1, "n01") == "rank 1/2 of shrink 2 (rank 3/4 of init) on n01"
+    assert (root.key("k"), once.key("k"), once.shrunk([0]).key("k")) == ("k", "k shrink 1", "k shrink 2")
+    assert once.remark([1]) == "Ranks of shrink 1 in init: 1 is 2"
+    part = root.child("split 1 color 0", [3, 1]).shrunk([0])
+    assert part.name == "split 1 color 0, shrink 1" and part.shrunk([0]).name == "split 1 color 0, shrink 2"
+    assert part.child("dup 1", [0]).shrunk([0]).name == "split 1 color 0, shrink 1, dup 1, shrink 1"
+
+
 @given(st.lists(st.tuples(st.none() | st.integers(0, 2), st.integers(-2, 2)), min_size=1, max_size=8))
 def test_every_rank_is_in_the_part_of_its_color_once(said: list[tuple[Any, int]]) -> None:
     """Parts are disjoint, whole, and in the order of key, then rank."""

@@ -474,8 +474,8 @@ def test_watchers_modules_need_no_installed_package() -> None:
         check=True,
     )
     names = set(json.loads(done.stdout))
-    names_of_own = ("watcher", "watched", "messages", "crying", "judging", "ordering", "process", "recordings")
-    own = {f"butter_mpi.sentinel.{name}" for name in names_of_own}
-    rooms = ("_version", "descriptors", "findings", "recorder", "recording", "segments", "sentinel")
+    watcher = "watcher watched messages crying gathering judging ordering process recordings relay".split()
+    own = {f"butter_mpi.sentinel.{name}" for name in [*watcher, "across", "connections", "links"]}
+    rooms = "_version descent descriptors findings recorder recording segments sentinel".split()
     shared = {f"butter_mpi.{name}" for name in rooms}
     assert names <= {"butter_mpi", *shared, *own}, names

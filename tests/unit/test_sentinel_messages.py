@@ -24,12 +24,19 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "bye"},
     {"kind": "broken", "notice": NOTICE, "epoch": 1},
     {"kind": "resume", "sequence": 7, "pairs": 2, "epoch": 1},
+    {"kind": "come", "what": "shrink", "sequence": 7, "pairs": 2, "limit": 20.0},
+    {"kind": "elsewhere", "what": ""},
+    {"kind": "post", "to": [1, 2], "letter": "op", "body": {"n": 1}, "generation": 1},
     {"kind": "ready", "pid": 12},
     {"kind": "notice", "notice": NOTICE, "epoch": 0},
     {"kind": "gone", "rank": 2, "text": "rank 2 was killed"},
     {"kind": "stopped", "rank": 2, "text": "rank 2 has been stopped"},
     {"kind": "running", "rank": 2},
     {"kind": "warning", "text": "late"},
+    {"kind": "gathered", "what": "shrink", "ranks": [0, 2], "sequence": 7, "pairs": 2, "generation": 1},
+    {"kind": "left_out", "text": "ranks 0, 2 went on"},
+    {"kind": "refused", "error": "CollectiveTimeoutError", "text": "no answer", "lost": [1]},
+    {"kind": "letter", "by": 0, "letter": "op", "body": {"n": 1}, "generation": 1},
 ]
 
 

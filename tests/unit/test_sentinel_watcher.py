@@ -26,6 +26,7 @@ from butter_mpi.enums import DType
 from butter_mpi.recorder import SIZE, Recorder
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.client import Offer
+from butter_mpi.sentinel.door import ALONE
 from butter_mpi.sentinel.judging import Verdict
 from butter_mpi.sentinel.watched import Rank
 
@@ -82,10 +83,12 @@ class Node:
             "ranks": pids,
             "who": {rank: f"rank {rank}/8 on n01" for rank in ranks},
             "name": "dup 1",
+            "descent": {"name": "dup 1", "origin": "init", "size": 8, "ranks": list(range(8))},
             "host": "n01",
             "start": start,
             "frozen": True,
             "file": file,
+            "links": ALONE,
             "recordings": {"file": recorder_file, "about": ABOUT},
         }
         subprocess.run(

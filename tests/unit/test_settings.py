@@ -33,7 +33,10 @@ def test_arguments_win_over_variables_and_those_over_defaults() -> None:
             "BUTTER_MPI_SHARE_GPU must be one of 1, true, yes, on, 0, false, no, off",
         ),
         ({"BUTTER_MPI_REQUIRE_TRANSPORT": "TCP"}, "must be one of P2P, SHM, NET/IB, NET/Socket; got 'TCP'"),
-        ({"BUTTER_MPI_ACTION": "shrug"}, "BUTTER_MPI_ACTION must be one of raise, abort; got 'shrug'"),
+        ({"BUTTER_MPI_WATCH": "host"}, "must be one of on, debugger, node, off; got 'host'"),
+        ({"BUTTER_MPI_WATCH_INTERFACE": "eth0, ib0"}, r"must name network interfaces, with commas \(eth0,ib0\)"),
+        ({"BUTTER_MPI_WATCH_INTERFACE": "/dev/net"}, "BUTTER_MPI_WATCH_INTERFACE must name network interfaces"),
+        ({"BUTTER_MPI_ACTION": "shrug"}, "BUTTER_MPI_ACTION must be one of raise, abort, shrink; got 'shrug'"),
         ({"BUTTER_MPI_START_DEADLINE": "9" * 5000}, r"9\.\.\. \(5002 characters\)$"),
     ],
 )

@@ -1,0 +1,237 @@
+"""What ranks of different nodes submit, compared: who differs, and who waits for whom.
+
+Each node shows the hubs its place: the lowest and highest number of its ranks, and the hash of all up to a number that
+the leading hub names. That hub compares the hashes, asks for the records themselves only if they differ, and tells all
+nodes the lowest place of the job: those that are ahead of it wait there, each by its own clock. The ranks of one node
+are compared by its own watcher; here one of them stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from butter_mpi.recorder import Entry, Reader
+from butter_mpi.sentinel.judging import FIRST_WARNING, STAY, Verdict, mismatch
+
+__all__ = ["Across", "Standing"]
+
+_SHOWN = 64
+_FRESH = 1.5
+_LEFT_GRACE = 0.5
+_MOST_RANKS, _MOST_NODES = 100, 8
+_LONGEST_SAID = 2000
+_TYPES: tuple[Any, ...] = (int, (int, float), int, int, int, str, (int, float), int)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the last of some ranks are: the number, who they are, what to say of them, and whether they have closed."""
+
+    low: int
+    ranks: tuple[int, ...]
+    said: str
+    closed: bool
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Standing:
+        """Return what another watcher said."""
+        ranks = tuple(one for one in fields["ranks"] if isinstance(one, int))
+        return cls(fields["low"], ranks, fields["said"], fields["closed"])
+
+    def fields(self) -> dict[str, Any]:
+        """Return it as a message says it."""
+        ranks, said = list(self.ranks[:_MOST_RANKS]), self.said[:_LONGEST_SAID]
+        return {"low": self.low, "ranks": ranks, "said": said, "closed": self.closed}
+
+    @classmethod
+    def lowest(cls, every: Sequence[Standing]) -> Standing:
+        """Return that of the last of all: of those that have closed, if one there has."""
+        low = min(one.low for one in every)
+        last = [one for one in every if one.low == low]
+        last = [one for one in last if one.closed] or last
+        said = "; ".join(one.said for one in last[:_MOST_NODES])
+        said += f"; and those of {len(last) - _MOST_NODES} more nodes" if len(last) > _MOST_NODES else ""
+        return cls(low, tuple(rank for one in last for rank in one.ranks), said, last[0].closed)
+
+
+@dataclass
+class _Place:
+    """The place of a node as the hub has it."""
+
+    standing: Standing
+    at: int
+    chain: int
+    age: float = 0.0
+
+
+class Across:
+    """One watcher's part.
+
+    Parameters
+    ----------
+    me : int
+        This node.
+    count : int
+        How many nodes there are.
+    say : callable
+        Sends a message: its kind, whether it is for the hubs alone, and its fields.
+    """
+
+    def __init__(self, me: int, count: int, say: Callable[..., None]) -> None:
+        self._me, self._count, self._say = me, count, say
+        self._begin(0)
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._places: dict[int, _Place] = {}
+        # The number at which hashes are compared, the highest at which they agreed, and the first record that is shown.
+        self._at = self._agreed = self._first = 0
+        self._shown: dict[int, tuple[int, int, list[Entry]]] = {}
+        self._asked = 0
+        self._lowest: Standing | None = None
+        self._lowest_age = self._waited = 0.0
+        self._warn_at, self._low = FIRST_WARNING, -1
+
+    def hear(self, node: int, kind: str, fields: Mapping[str, Any]) -> None:
+        """Take what another watcher says."""
+        if fields["epoch"] != self._epoch or not 0 <= node < self._count:
+            return
+        if kind == "place":
+            self._places[node] = _Place(Standing.of(fields), fields["at"], fields["chain"])
+        elif kind == "lowest":
+            self._lowest, self._lowest_age, self._at = Standing.of(fields), 0.0, fields["at"]
+        elif kind == "show":
+            self._asked = fields["first"]
+        elif kind == "shown":
+            self._shown[node] = fields["first"], fields["rank"], _entries(fields["entries"])
+
+    def look(
+        self, readers: Mapping[int, Reader], epoch: int, standing: Callable[[list[int]], Standing], leads: bool
+    ) -> Verdict | None:
+        """Show this node's place and what it was asked for; of the leading hub: compare those of all.
+
+        Parameters
+        ----------
+        readers : mapping of int to Reader
+            The recorders of the ranks of this node whose submissions are compared.
+        epoch : int
+            Of the communicator.
+        standing : callable
+            Returns what to say of the ranks that are last.
+        leads : bool
+            Whether this is the leading hub.
+        """
+        if epoch != self._epoch:
+            self._begin(epoch)
+        heads = {rank: reader.head() for rank, reader in readers.items()}
+        low = min(heads.values())
+        own = replace(standing([rank for rank, head in heads.items() if head == low]), low=low)
+        at, entry = self._at, next(iter(readers.values())).collective(self._at)
+        self._places[self._me] = _Place(own, at, entry.chain if entry else 0)
+        self._say("place", True, epoch=epoch, at=at, chain=entry.chain if entry else 0, **own.fields())
+        if self._asked:
+            self._show(readers, self._asked)
+            self._asked = 0
+        return self._lead(readers) if leads else None
+
+    def _show(self, readers: Mapping[int, Reader], first: int) -> None:
+        rank, reader = next(iter(readers.items()))
+        found = [reader.collective(number) for number in range(first, min(first + _SHOWN, reader.head() + 1))]
+        entries = [entry for entry in found if entry]
+        self._shown[self._me] = first, rank, entries
+        self._say("shown", True, epoch=self._epoch, first=first, rank=rank, entries=[list(one) for one in entries])
+
+    # -- the leading hub ---------------------------------------------------------------------------------------------
+
+    def _lead(self, readers: Mapping[int, Reader]) -> Verdict | None:
+        if len(self._places) < self._count or any(one.age >= _FRESH for one in self._places.values()):
+            return None
+        lowest = Standing.lowest([one.standing for one in self._places.values()])
+        verdict = self._compare(readers, lowest.low)
+        self._say("lowest", False, epoch=self._epoch, at=self._at, **lowest.fields())
+        self._lowest, self._lowest_age = lowest, 0.0
+        return verdict
+
+    def _compare(self, readers: Mapping[int, Reader], low: int) -> Verdict | None:
+        """Hold the hashes against one another, and where they differ the records from the last that agreed on."""
+        if self._first:
+            return self._confront(readers)
+        if all(one.at == self._at for one in self._places.values()):
+            # One whose record is overwritten already is so far ahead that it is only not late.
+            chains = {one.chain for one in self._places.values() if one.chain}
+            if len(chains) > 1:
+                self._ask(readers, self._agreed + 1)
+                return None
+            self._agreed = self._at
+        self._at = low
+        return None
+
+    def _ask(self, readers: Mapping[int, Reader], first: int) -> None:
+        self._first = first
+        self._shown.clear()
+        self._say("show", False, epoch=self._epoch, first=first)
+        self._show(readers, first)
+
+    def _confront(self, readers: Mapping[int, Reader]) -> Verdict | None:
+        shown = {rank: entries for first, rank, entries in self._shown.values() if first == self._first}
+        if len(shown) < self._count:
+            return None
+        by_number: dict[int, dict[int, Entry]] = {}
+        for rank, entries in shown.items():
+            for entry in entries:
+                by_number.setdefault(entry.number, {})[rank] = entry
+        several = {number: found for number, found in sorted(by_number.items()) if len(found) > 1}
+        for found in several.values():
+            if len({(entry.signature, entry.elements) for entry in found.values()}) > 1:
+                return mismatch(found)
+        if self._first + _SHOWN <= self._at:
+            self._ask(readers, self._first + _SHOWN)
+            return None
+        # What differed first is overwritten on some node.
+        return mismatch(several[max(several)]) if several else None
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait(self, readers: Mapping[int, Reader], passed: float) -> tuple[Verdict | None, str]:
+        """Return what is wrong, or a warning, where ranks of this node wait for those that are last, elsewhere."""
+        for place in self._places.values():
+            # One that has closed says nothing any more.
+            place.age += 0.0 if place.standing.closed else passed
+        self._lowest_age += passed
+        lowest = self._lowest
+        heads = [reader.head() for reader in readers.values()]
+        if lowest is None or self._lowest_age >= _FRESH or lowest.low >= min(heads) or lowest.low != self._low:
+            self._low, self._waited, self._warn_at = lowest.low if lowest else -1, 0.0, FIRST_WARNING
+            return None, ""
+        entries = [reader.collective(max(lowest.low + 1, reader.oldest())) for reader in readers.values()]
+        there = [one for one in entries if one]
+        entry = next((one for one in there if one.bound), there[0] if there else None)
+        if entry is None:
+            return None, ""
+        self._waited += passed
+        return self._overdue(entry, lowest)
+
+    def _overdue(self, entry: Entry, lowest: Standing) -> tuple[Verdict | None, str]:
+        seconds = self._waited
+        facts: dict[str, Any] = {"n": entry.number, "operation": entry.kind, "elapsed": seconds, "phase": entry.phase}
+        if lowest.closed and seconds >= _LEFT_GRACE:
+            text = f"{entry.text()}: {lowest.said}. {STAY}"
+            return Verdict("PeerLostError", lowest.ranks, text, **facts), ""
+        # One that may wait for ever is never late.
+        if lowest.closed or not entry.bound:
+            return None, ""
+        if seconds >= entry.bound:
+            late = f"no answer within {seconds:.1f} s (collective deadline: {entry.bound:g} s) from {lowest.said}"
+            return Verdict("CollectiveTimeoutError", lowest.ranks, f"{entry.text()}: {late}", **facts), ""
+        if seconds >= self._warn_at:
+            self._warn_at *= 2
+            return None, f"{entry.text()}: has waited {seconds:.0f} s for {lowest.said}"
+        return None, ""
+
+
+def _entries(raw: Sequence[Any]) -> list[Entry]:
+    """Return the records in a message; what is none is left out."""
+    whole = [one for one in raw[:_SHOWN] if isinstance(one, list) and len(one) == len(_TYPES)]
+    return [Entry(*one) for one in whole if all(isinstance(*pair) for pair in zip(one, _TYPES, strict=True))]

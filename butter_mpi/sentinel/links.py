@@ -1,0 +1,441 @@
+"""The links between the watchers of several nodes: who is linked to whom, what travels, and what silence means.
+
+Nodes are numbered in the order of their lowest ranks. The first two are hubs: every other one calls both, the second
+calls the first. What one watcher finds is told to all it is linked to, and each hands on what it has not had, so that
+the loss of a hub, or of a link, parts nobody. Where a link breaks it is made again, and both ends say again what was
+said before.
+
+A node that no other one has heard for four seconds is cut off, frozen or gone. Hubs tell one another whom they do not
+hear, so that one link alone accuses nobody. Time in which this process did not run does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from butter_mpi.findings import ranks_text
+from butter_mpi.sentinel.connections import Connection, Connections
+
+if TYPE_CHECKING:
+    from butter_mpi.sentinel.wire import Channel
+
+__all__ = ["COMPARED", "HUBS", "REMEDY", "Links"]
+
+HUBS = 2
+COMPARED = ("place", "lowest", "show", "shown")
+"""Messages about what ranks of several nodes submit, which these links only carry."""
+REMEDY = (
+    "Open the TCP ports of net.ipv4.ip_local_port_range between the nodes of the job, or name the network to use by "
+    "watch_interface (BUTTER_MPI_WATCH_INTERFACE); or set watch='node' (BUTTER_MPI_WATCH=node): the watcher of a node "
+    "then tells no other one, and ranks elsewhere learn of a loss over MPI, or at deadlines only"
+)
+_BEAT = 0.4
+# An outage of 3 s, the beat before it and the call after it are no fault.
+_SILENCE = 4.2
+# Who is cut off with the one that is accused may have been heard a little later.
+_TOGETHER = 3.2
+_CALL_AGAIN = 1.0
+_FAREWELL = 2.0
+_SUBJECTS = {"gone": "rank", "stopped": "rank", "running": "rank", "cut": "node", "back": "node", "notice": "epoch"}
+_TAKEN_BACK = {"running": "stopped", "back": "cut"}
+
+
+class _Peer:
+    """Another node that this one is linked to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.link: Connection | None = None
+        # ``met``: was linked once. ``up``: its ranks and links are there. ``over``: it says nothing more of ranks.
+        # ``deaf``: nothing was heard of it for long. ``cut``: that was told.
+        self.met = self.up = self.over = self.deaf = self.cut = False
+        # What it last said of the ranks there, or that it hears of: whether one is not stopped, or is in MPI_Finalize.
+        self.said = {"awake": False, "waits": False}
+        self.silence = 0.0
+        # The nodes that it does not hear; and how calls to each of its addresses ended.
+        self.misses: set[int] = set()
+        self.calls = 0
+        self.ends: dict[str, str] = {}
+
+    @property
+    def heard(self) -> bool:
+        """Whether it is linked, and was heard of late."""
+        return self.link is not None and self.silence < _TOGETHER
+
+
+class Links:
+    """The end of one watcher; a node that is alone has no links.
+
+    Parameters
+    ----------
+    config : dict
+        ``me`` (this node), ``nodes`` (of each, in order, its host and ranks), ``hubs`` (of each hub the addresses and
+        ports at which it listens), ``listeners`` (descriptors, of a hub), ``secret`` (of the job, in hexadecimal) and
+        ``patience`` (seconds after which a call that nothing takes ends the start).
+    hear : callable
+        Is handed what another watcher found: its kind, and the fields.
+    accuse : callable
+        Is handed the ranks that are to blame, a text and the phase, where this watcher finds what breaks.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        hear: Callable[[str, dict[str, Any]], None],
+        accuse: Callable[[Sequence[int], str, str], None],
+    ) -> None:
+        self._hear, self._accuse = hear, accuse
+        self._me: int = config["me"]
+        self._nodes: list[tuple[str, list[int]]] = config["nodes"]
+        self._hubs: list[list[tuple[str, int]]] = config["hubs"]
+        self._secret, self._patience = bytes.fromhex(config["secret"]), float(config["patience"])
+        every = range(len(self._nodes) if self._me < HUBS else HUBS)
+        self._peers = {number: _Peer(number) for number in every if number != self._me}
+        self._connections = Connections(
+            self._channel,
+            config["listeners"],
+            len(self._peers),
+            on_proved=self._link,
+            on_message=self._take,
+            on_end=self._unlink,
+        )
+        self._serial = 0
+        self._heard: dict[int, int] = {}
+        # What was said, by origin, kind and subject, in the order of the serial numbers of each origin.
+        self._said: dict[tuple[int, str, int], dict[str, Any]] = {}
+        self._cut: set[int] = set()
+        self._complete = self._up = self._begun = self._over = self._failed = self._leaving = False
+        self._beat_due = self._waited = self._left = 0.0
+
+    def _channel(self, number: int | None) -> Channel:
+        # Ciphers are loaded only where there is another node.
+        from butter_mpi.sentinel.wire import Channel
+
+        return Channel(self._secret, self._me, number, self._may_call)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is something for :meth:`serve`."""
+        return self._connections.fileno()
+
+    def serve(self) -> None:
+        """Take what has come."""
+        self._connections.serve()
+
+    @property
+    def awake(self) -> bool:
+        """Whether a rank of another node is not stopped, as far as this one hears."""
+        return bool(self._saying("awake"))
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rank of another node is in MPI_Finalize, as far as this one hears."""
+        return bool(self._saying("waits"))
+
+    def _saying(self, word: str) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if peer.said[word] and not peer.over and peer.heard]
+
+    # -- saying ------------------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Say that every rank of this node has come."""
+        self._complete = True
+        self._begin()
+
+    def publish(self, kind: str, **fields: Any) -> None:
+        """Tell every other node what was found here."""
+        if self._peers:
+            self._serial += 1
+            self._spread(kind, {"origin": self._me, "serial": self._serial, **fields}, None)
+
+    def say(self, kind: str, to_hubs: bool, **fields: Any) -> None:
+        """Send what these links only carry, to all that this node is linked to, or to the hubs alone."""
+        for peer in self._peers.values():
+            if peer.number < HUBS or not to_hubs:
+                self._send(peer, {"kind": kind, **fields})
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the hub that compares: the first, or, where that is not heard, the second."""
+        return self._me == 0 or (self._me < HUBS and not self._peers[0].heard)
+
+    def finish(self) -> bool:
+        """Say that this node says nothing more of ranks; returns whether nobody needs this process any more.
+
+        A hub stays until the last node is over, as what that finds travels through it.
+        """
+        if not self._over:
+            self._over = True
+            self._send_all("over")
+        if not self._leaving:
+            if self._me < HUBS and not all(peer.over or peer.deaf for peer in self._peers.values()):
+                return False
+            self._leaving = True
+            for peer in self._peers.values():
+                # One that this end never met shall hear that it is over.
+                if self._calls(peer) and not peer.met:
+                    self._call(peer)
+        self._connections.shut()
+        return not self._connections or self._left >= _FAREWELL
+
+    def _spread(self, kind: str, fields: dict[str, Any], source: _Peer | None) -> None:
+        """Send it to all but the one that it came from, and keep it for whoever is linked later."""
+        origin, subject = fields["origin"], fields[_SUBJECTS[kind]]
+        self._heard[origin] = fields["serial"]
+        for old in (kind, _TAKEN_BACK.get(kind, kind)):
+            self._said.pop((origin, old, subject), None)
+        self._said[origin, kind, subject] = {"kind": kind, **fields}
+        for peer in self._peers.values():
+            if peer is not source:
+                self._send(peer, {"kind": kind, **fields})
+
+    def _send_all(self, kind: str, but: _Peer | None = None, **fields: Any) -> None:
+        for peer in self._peers.values():
+            if peer is not but:
+                self._send(peer, {"kind": kind, **fields})
+
+    def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if peer.link is not None:
+            self._connections.send(peer.link, **message)
+
+    # -- links -------------------------------------------------------------------------------------------------------
+
+    def _calls(self, peer: _Peer) -> bool:
+        """Whether this end calls that one."""
+        return peer.number < min(self._me, HUBS)
+
+    def _may_call(self, number: int) -> bool:
+        return number in self._peers and not self._calls(self._peers[number])
+
+    def _call(self, peer: _Peer) -> None:
+        """Call the next address of a hub."""
+        address, port = self._hubs[peer.number][peer.calls % len(self._hubs[peer.number])]
+        peer.calls += 1
+        failed = self._connections.call(peer.number, address, port)
+        if failed:
+            peer.ends[f"{address} port {port}"] = failed
+
+    def _link(self, connection: Connection) -> None:
+        """Use a connection that has proved itself, in place of the one before, and say again what was said."""
+        peer = self._peers[connection.node]
+        before, peer.link = peer.link, connection
+        if before is not None:
+            self._connections.drop(before)
+        peer.met = True
+        peer.misses.clear()
+        self._alive(peer)
+        for other in self._peers.values():
+            if other.deaf:
+                self._send(peer, {"kind": "deaf", "node": other.number})
+        for fields in list(self._said.values()):
+            self._send(peer, fields)
+        for kind, so in (("up", self._up), ("begun", self._begun and self._me < HUBS), ("over", self._over)):
+            if so:
+                self._send(peer, {"kind": kind})
+        self._begin()
+
+    def _unlink(self, connection: Connection, why: str) -> None:
+        if connection.proved:
+            peer = self._peers[connection.node]
+            peer.link = None if peer.link is connection else peer.link
+        elif connection.called:
+            self._peers[connection.node].ends[connection.called] = why
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
+
+    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+        peer, kind = self._peers[connection.node], message["kind"]
+        self._alive(peer)
+        if kind == "beat":
+            peer.said = {word: message[word] for word in peer.said}
+        elif kind == "up":
+            peer.up = True
+            self._begin()
+        elif kind == "begun":
+            self._all_begun()
+        elif kind == "over":
+            self._is_over(peer)
+        elif kind == "deaf":
+            peer.misses.add(message["node"])
+        elif kind == "hears":
+            peer.misses.discard(message["node"])
+        elif kind in COMPARED:
+            self._hear(kind, {"node": peer.number, **message})
+        else:
+            self._learn(peer, **message)
+
+    def _learn(self, source: _Peer, kind: str, origin: int, serial: int, **fields: Any) -> None:
+        """Take what some watcher found, once, and hand it on."""
+        known = 0 <= origin < len(self._nodes) and origin != self._me
+        if not known or serial <= self._heard.get(origin, 0):
+            return
+        # A node speaks for its own ranks, and of nodes that there are.
+        if fields.get("rank", self._nodes[origin][1][0]) not in self._nodes[origin][1]:
+            return
+        if not 0 <= fields.get("node", 0) < len(self._nodes):
+            return
+        self._spread(kind, {"origin": origin, "serial": serial, **fields}, source)
+        if kind not in ("cut", "back"):
+            self._hear(kind, fields)
+        elif fields["node"] != self._me:
+            self._tell_of_node(kind, fields["node"], fields.get("text", ""))
+
+    def _tell_of_node(self, kind: str, number: int, text: str) -> None:
+        """Tell of each rank of a node that it is not to be reached, or is again."""
+        for rank in self._nodes[number][1]:
+            if kind == "cut":
+                self._hear("stopped", {"rank": rank, "text": text})
+            else:
+                self._hear("running", {"rank": rank})
+
+    def _is_over(self, peer: _Peer) -> None:
+        peer.over = True
+        if peer.number >= HUBS and peer.link is not None:
+            # It waits for this end to close.
+            self._connections.drop(peer.link)
+
+    def _alive(self, peer: _Peer) -> None:
+        peer.silence = 0.0
+        if peer.deaf:
+            peer.deaf = False
+            self._send_all("hears", but=peer, node=peer.number)
+        if peer.cut:
+            peer.cut = False
+            # Behind a hub all others are reached again.
+            for number in [one for one in self._cut if one == peer.number or one not in self._peers]:
+                self._cut.discard(number)
+                self._tell_of_node("back", number, "")
+                self.publish("back", node=number)
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Say that this node is up once its ranks and links are there; a hub: that all are."""
+        peers = self._peers.values()
+        if not self._complete or not all(peer.link is not None or peer.over for peer in peers):
+            return
+        if not self._up:
+            self._up = True
+            self._send_all("up")
+        if self._me < HUBS and all(peer.up or peer.over for peer in peers):
+            self._all_begun()
+
+    def _all_begun(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._hear("begun", {})
+            if self._me < HUBS:
+                self._send_all("begun")
+
+    def _fail(self) -> None:
+        """End the start where a node cannot be reached, or does not come."""
+        missing = [peer for peer in self._peers.values() if not peer.met and not peer.over]
+        if self._failed or self._waited < self._patience or not missing:
+            return
+        called = [f"{self._name(peer.number)} at {_ends(peer.ends)}" for peer in missing if self._calls(peer)]
+        host = f"the watcher of host {self._nodes[self._me][0]}"
+        if called:
+            text = f"{host} cannot reach that of {'; and that of '.join(called)}"
+        else:
+            own = ", ".join(f"{address} port {port}" for address, port in self._hubs[self._me])
+            text = f"{host}, at {own}, was not reached by that of {self._names(missing)}"
+        self._failed = True
+        self._accuse((), f"{text}, within {self._waited:.1f} s. {REMEDY}", "start")
+
+    # -- silence -----------------------------------------------------------------------------------------------------
+
+    def tick(self, passed: float, awake: bool, waits: bool = False) -> None:
+        """Look after links and silence, `passed` more seconds of this process's own running later.
+
+        Parameters
+        ----------
+        passed : float
+            Seconds.
+        awake : bool
+            Whether a rank of this node is not stopped.
+        waits : bool
+            Whether one is in MPI_Finalize.
+        """
+        if not self._peers:
+            return
+        self._connections.tick(passed)
+        self._waited += passed
+        self._left += passed if self._leaving else 0.0
+        self._beat(passed, {"awake": awake, "waits": waits})
+        for peer in self._peers.values():
+            self._look_after(peer, passed)
+        if not self._over:
+            self._fail()
+            self._judge()
+
+    def _beat(self, passed: float, own: dict[str, bool]) -> None:
+        """Show all that this one is there; a leaf hears what holds of any other rank, a hub what holds of one here."""
+        self._beat_due -= passed
+        if self._beat_due > 0:
+            return
+        self._beat_due = _BEAT
+        said = {word: self._saying(word)[:2] for word in own}
+        for peer in self._peers.values():
+            others = said if peer.number >= HUBS else {}
+            told = {word: so or any(one is not peer for one in others.get(word, ())) for word, so in own.items()}
+            self._send(peer, {"kind": "beat", **told})
+
+    def _look_after(self, peer: _Peer, passed: float) -> None:
+        peer.silence += passed
+        if self._over and not peer.met and self._waited >= self._patience:
+            # Nobody waits for one that never came.
+            peer.over = True
+        if peer.over:
+            return
+        if peer.met and not peer.deaf and peer.silence >= _SILENCE:
+            peer.deaf = True
+            self._send_all("deaf", but=peer, node=peer.number)
+        # Beside a link that is silent: after an outage, what waits there to be sent again may come late.
+        if self._calls(peer) and (peer.link is None or peer.silence >= _CALL_AGAIN) and not self._leaving:
+            self._call(peer)
+
+    def _witnessed(self, peer: _Peer) -> bool:
+        """Whether another one that is heard here may hear this peer: it is linked to it, and has not said otherwise."""
+        for other in self._peers.values():
+            if other is peer or not other.heard:
+                continue
+            # A leaf does not know whom others hear: that is for the hubs to say.
+            if self._me >= HUBS or (min(other.number, peer.number) < HUBS and peer.number not in other.misses):
+                return True
+        return False
+
+    def _judge(self) -> None:
+        """Accuse the nodes that nobody hears any more, and with them those that are silent nearly as long."""
+        silent = [peer for peer in self._peers.values() if peer.met and not (peer.over or peer.cut)]
+        silent = [peer for peer in silent if peer.silence >= _TOGETHER]
+        if not any(peer.deaf for peer in silent):
+            return
+        silent = [peer for peer in silent if not self._witnessed(peer)]
+        if not any(peer.deaf for peer in silent):
+            return
+        numbers = [peer.number for peer in silent]
+        if self._me >= HUBS:
+            # Without a hub no other node is heard of.
+            numbers += [number for number in range(HUBS, len(self._nodes)) if number != self._me]
+        text = f"no word from {self._names(silent)} for {max(peer.silence for peer in silent):.1f} s: cut off, frozen"
+        text += " or gone, or its watcher is"
+        if not any(peer.heard for peer in self._peers.values()):
+            text += f"; or this host, {self._nodes[self._me][0]}, is cut off"
+        for peer in silent:
+            peer.cut = True
+        for number in numbers:
+            self._cut.add(number)
+            self._tell_of_node("cut", number, text)
+            self.publish("cut", node=number, text=text)
+        self._accuse([rank for number in numbers for rank in self._nodes[number][1]], text, "")
+
+    def _names(self, peers: Sequence[_Peer]) -> str:
+        return ", ".join(self._name(peer.number) for peer in peers)
+
+    def _name(self, number: int) -> str:
+        host, ranks = self._nodes[number]
+        return f"host {host} ({ranks_text(ranks)})"
+
+
+def _ends(ends: dict[str, str]) -> str:
+    return ", ".join(f"{address} ({end})" for address, end in ends.items()) or "its address (no answer)"

@@ -1,0 +1,403 @@
+"""Back to work after a loss: survivors go on in a communicator of their own, and the job ends well."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.mpirun import Job, JobResult, run_job, start_job
+from helpers.standin import build
+
+HEAD = """
+import os, select, signal, sys, time
+import numpy as np
+import butter_mpi
+from butter_mpi import DType
+from helpers.memory import DeviceMemory
+from mpi4py import MPI
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+def say(text):
+    print(text, flush=True)
+def leave(status, leave=os._exit):
+    say(f"leaves with {status}")
+    leave(status)
+os._exit = leave
+def start(check="light", seconds=20, plane=os.environ["PLANE"], **more):
+    fault = butter_mpi.FaultPolicy(start_deadline=seconds, collective_deadline=10, **more)
+    return butter_mpi.init(plane=plane, check=check, fault=fault)
+def memory(comm):
+    return DeviceMemory(comm.backend.device, comm.backend.stream)
+def total(comm):
+    # The sum of 1, 2, ... as many as there are ranks.
+    data = np.full(1000, comm.rank + 1, np.float32)
+    if not comm.backend.on_device:
+        comm.all_reduce(data)
+        return int(data[0])
+    place = memory(comm)
+    pointer = place.put(data)
+    comm.backend.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
+    return int(place.get(pointer, data)[0])
+def die():
+    say(f"dies {time.monotonic()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+def raised(call, kind=butter_mpi.ButterError):
+    try:
+        call()
+    except kind as error:
+        say(f"raised {type(error).__name__}: {error}")
+        return error
+    raise AssertionError("nothing came")
+def lost(comm):
+    return raised(lambda: comm.wait_for_async_error(10), butter_mpi.PeerLostError)
+"""
+
+TWICE = """
+import glob, json
+from helpers.standin_rank import until
+os.environ["BUTTER_MPI_RECORDER_FILE"] = "recorded"
+comm = start()
+assert total(comm) == 10
+plan, child = comm.plan_barrier(stream=comm.backend.stream), comm.dup()
+handle = comm.backend.register_buffer(memory(comm).put(np.zeros(64)), 512)
+with comm.symmetric(64, "float32") as x:
+    if RANK == 1:
+        die()
+    lost(comm)
+    new = comm.shrink()
+    assert total(new) == 6
+say(f"back {time.monotonic()} {new!r}")
+assert new.sequence == 2 and new.rank == [0, None, 1, 2][RANK] and new.world_size == 3
+assert "replaced by shrink 1: ranks 0, 2-3 of init" in str(raised(comm.barrier, butter_mpi.PeerLostError))
+assert "replaced by shrink 1" in str(raised(comm.shrink, butter_mpi.PeerLostError))
+assert "replaced by shrink 1" in str(raised(plan, butter_mpi.PeerLostError))
+raised(lambda: comm.backend.deregister_buffer(handle), ValueError)
+comm.close()
+lost(child)
+part = child.shrink()
+assert total(part) == 6 and "dup 1, shrink 1" in repr(part), part
+part.close()
+assert new.all_gather_json({"rank": RANK}) == [{"rank": rank} for rank in (0, 2, 3)]
+if RANK == 2:
+    die()
+error = lost(new)
+assert error.lost_ranks == (1,) and "rank 1/3 of shrink 1 (rank 2/4 of init)" in str(error), error
+newer = new.shrink()
+assert total(newer) == 3
+say(f"back {time.monotonic()} {newer!r}")
+def recorded():
+    lines = [json.loads(line) for path in glob.glob("recorded*") for line in open(path)]
+    return {(line["communicator"]["name"], line["world_size"], line["rank"]) for line in lines}
+assert until(lambda: {("init", 4, 3), ("shrink 1", 3, 2)} <= recorded()), recorded()
+newer.close()
+"""
+
+ALONE = """
+comm = start()
+assert total(comm) == 6
+if RANK:
+    die()
+lost(comm)
+new = comm.shrink()
+assert total(new) == 1 and new.world_size == 1 and new.sequence == 2, new
+say(f"back {time.monotonic()} {new!r}")
+new.close()
+"""
+
+DURING = """
+from butter_mpi.planes.nccl_life import NcclLife
+comm = start()
+assert total(comm) == 10
+if RANK == 1:
+    die()
+lost(comm)
+if RANK == 2:
+    NcclLife._connect = lambda *_: die()
+new = comm.shrink()
+assert total(new) == 3
+say(f"back {time.monotonic()} {new!r}")
+assert "shrink 2 (rank" in repr(new), new
+new.close()
+"""
+
+STRICT = """
+how = {"plane": "nccl", "fault": butter_mpi.FaultPolicy(action="shrink")}
+raised(lambda: butter_mpi.init(watch="off", **how), butter_mpi.NotSupportedError)
+comm = start(check="strict", action="shrink")
+assert total(comm) == 6
+if RANK == 0:
+    die()
+error = lost(comm)
+assert error.__notes__ == ["Survivors go on with comm.shrink(), called by every rank that lives"], error.__notes__
+new = comm.shrink()
+assert total(new) == 3
+say(f"back {time.monotonic()} {new!r}")
+long = "x" * 100_000 + str(RANK)
+assert new.all_gather_json(long) == ["x" * 100_000 + "1", "x" * 100_000 + "2"]
+raised(lambda: new.all_gather_json("x" * (1 << 20)), ValueError)
+raised(new.dup, butter_mpi.NotSupportedError)
+assert new.is_healthy()
+error = raised(new.barrier if RANK == 1 else lambda: total(new), butter_mpi.CollectiveMismatchError)
+assert error.records.keys() == {0, 1} and "barrier #3" in error.records[0], error.records
+new.attempt_reconnect()
+assert new.sequence == 3 and total(new) == 3
+with new:
+    sys.exit(0)
+"""
+
+# Rank 2 dies; rank 1 does nothing, then something else, then the same as rank 0.
+NOT_CALLED = """
+comm = start(seconds=2)
+assert total(comm) == 6
+if RANK == 2:
+    die()
+lost(comm)
+if RANK == 0:
+    error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
+    assert error.lost_ranks == (1,) and "from rank 1/3 on" in str(error) and "it has not called it" in str(error), error
+    MPI.COMM_WORLD.send(None, 1)
+else:
+    MPI.COMM_WORLD.recv(None, 0)
+    error = raised(comm.attempt_reconnect, butter_mpi.PeerLostError)
+    assert error.lost_ranks == (2,)
+    # A bug that no other rank can know of.
+    from butter_mpi import survivors
+    wanted, survivors.RelayedControl = survivors.RelayedControl, None
+began = time.monotonic()
+error = raised(comm.shrink, TypeError if RANK else butter_mpi.StartError)
+assert RANK or "rank 1/2 of shrink 1" in str(error) and "ended by TypeError" in str(error), error
+assert time.monotonic() - began < 1.5
+if RANK:
+    survivors.RelayedControl = wanted
+new = comm.shrink()
+assert total(new) == 3 and "shrink 2 " in repr(new)
+new.close()
+"""
+
+# Nobody is lost; rank 0 calls shrink where the other tries to reconnect.
+OTHER_CALL = """
+comm = start()
+with comm.group():
+    raised(comm.shrink, ValueError)
+raised(comm.shrink, ValueError)
+comm.barrier() if RANK else total(comm)
+raised(lambda: comm.wait_for_async_error(10), butter_mpi.CollectiveMismatchError)
+began = time.monotonic()
+error = raised(comm.attempt_reconnect if RANK else comm.shrink, butter_mpi.CommunicatorBrokenError)
+assert "rank 0 called shrink(); rank 1 called attempt_reconnect(). All must call the same" in str(error), error
+assert time.monotonic() - began < 5
+MPI.COMM_WORLD.send(None, 0) if RANK else MPI.COMM_WORLD.recv(None, 1)
+comm.attempt_reconnect()
+assert total(comm) == 3
+comm.close()
+raised(comm.shrink, butter_mpi.CommunicatorClosedError)
+say("done")
+"""
+
+# Rank 1 is stopped, and runs again once the others have gone on without it.
+STOPPED = """
+comm = start()
+pids = comm.all_gather_json(os.getpid())
+if RANK == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    lost(comm)
+    error = raised(comm.shrink, butter_mpi.PeerLostError)
+    assert "ranks 0, 2 went on without this rank" in str(error), error
+    sys.exit("left out")
+lost(comm)
+new = comm.shrink()
+assert total(new) == 3
+if RANK == 0:
+    process = os.pidfd_open(pids[1])
+    os.kill(pids[1], signal.SIGCONT)
+    assert select.select([process], [], [], 10)[0]
+new.all_gather_json("it is gone")
+assert total(new) == 3
+new.close()
+"""
+
+# Rank 3 dies in the start of the new communicator.
+HOST = """
+comm = start(action="shrink")
+assert total(comm) == 15
+if RANK == 1:
+    die()
+lost(comm)
+new = comm.shrink()
+assert total(new) == 10
+say(f"back {time.monotonic()} {new!r}")
+assert "replaced by shrink 1: ranks 0, 2-4 of init" in str(raised(comm.barrier, butter_mpi.PeerLostError))
+part = new.split(0)
+assert total(part) == 10
+part.close()
+if RANK == 2:
+    die()
+error = lost(new)
+assert error.lost_ranks == (1,), error
+if RANK == 3:
+    from butter_mpi.planes.host import HostPlane
+    HostPlane.numbers_of = lambda *_: die()
+newer = new.shrink()
+assert total(newer) == 3 and newer.sequence == 3 and "shrink 3 " in repr(newer), newer
+say(f"back {time.monotonic()} {newer!r}")
+newer.all_gather_json("all are back")
+if RANK == 4:
+    die()
+assert lost(newer).lost_ranks == (1,)
+last = newer.shrink()
+assert total(last) == 1 and last.world_size == 1 and last.sequence == 4, last
+say(f"back {time.monotonic()} {last!r}")
+last.close()
+"""
+
+# Its own detector is off, so MPI waits for a rank that is stopped.
+STOPPED_HOST = """
+comm = start()
+if RANK == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+lost(comm)
+began = time.monotonic()
+error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
+assert time.monotonic() - began < 5 and error.lost_ranks == (1,) and "--mca mpi_ft_detector true" in str(error), error
+say("named")
+"""
+
+# Each rank takes itself for alone on its node, where no watcher sees the others.
+NODES = """
+from butter_mpi.sentinel import client
+client.node_key = lambda: f"node {RANK}"
+comm = start(action="shrink")
+assert total(comm) == 6
+if RANK == 1:
+    die()
+assert lost(comm).lost_ranks == (1,)
+new = comm.shrink()
+assert total(new) == 3
+new.close()
+"""
+NODES_REFUSED = """
+from butter_mpi.sentinel import client
+client.node_key = lambda: f"node {RANK}"
+error = raised(lambda: start(action="shrink"), butter_mpi.NotSupportedError)
+assert "ranks are on several nodes" in str(error) and "--with-ft ulfm" in str(error), error
+"""
+
+REFUSED = """
+error = raised(lambda: start(action="shrink"), butter_mpi.PreflightError)
+assert "action 'shrink': " + os.environ["WHY"] in str(error), error
+"""
+
+REFUSED_LATER = """
+comm = start()
+if RANK == 1:
+    comm.abort("enough")
+    raised(comm.shrink, butter_mpi.CommunicatorClosedError)
+    sys.exit()
+lost(comm)
+error = raised(comm.shrink, butter_mpi.NotSupportedError)
+assert os.environ["WHY"] in str(error) and "--with-ft ulfm" in str(error), error
+assert "enough" in str(raised(comm.barrier, butter_mpi.PeerLostError))
+say("refused")
+"""
+
+NCCL = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1", "PLANE": "nccl"}
+OPEN_MPI: dict[str, Any] = {"mpi": "openmpi", "options": ["--enable-recovery"]}
+ULFM: dict[str, Any] = {"mpi": "openmpi", "options": ["--with-ft", "ulfm"]}
+ENDS = "ends every rank of a job that has lost one"
+GOES = "MPICH does not go on once a rank is lost"
+
+
+def on_standins() -> dict[str, Any]:
+    """Return how a job is started on the nccl plane, under a launcher that leaves survivors alone."""
+    return {"env": {**build().env(), **NCCL}, **OPEN_MPI}
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[dict[str, Job]]:
+    """Jobs that mostly wait; they do so beside one another."""
+    watched = on_standins()
+    nccl = watched["env"]
+    programs: dict[str, tuple[int, str, dict[str, Any]]] = {
+        "not called": (3, NOT_CALLED, watched),
+        "other call": (2, OTHER_CALL, watched),
+        "stopped": (3, STOPPED, watched),
+        "stopped host": (3, STOPPED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
+        "nodes": (3, NODES, {"env": nccl, **ULFM}),
+        "nodes refused": (2, NODES_REFUSED, watched),
+        "refused": (2, REFUSED, {"env": {**nccl, "WHY": f"mpirun of Open MPI {ENDS}"}, "mpi": "openmpi"}),
+        "refused on the host plane": (2, REFUSED + REFUSED_LATER, {"env": {"PLANE": "host", "WHY": GOES}}),
+    }
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(start_job(n, HEAD + program, timeout=50, **how))
+            for name, (n, program, how) in programs.items()
+        }
+
+
+def waits(result: JobResult, survivors: list[int]) -> list[float]:
+    """The seconds from the first death after the last return to work to the next sum, of the slowest survivor."""
+    deaths = [float(at) for out in result.rank_out for at in re.findall(r"^dies (\S+)", out, re.MULTILINE)]
+    backs = [re.findall(r"^back (\S+)", result.rank_out[rank], re.MULTILINE) for rank in survivors]
+    ends = [max(map(float, same)) for same in zip(*backs, strict=True)]
+    begins = [min(at for at in deaths if at > before) for before in [0.0, *ends[:-1]]]
+    return [end - begin for begin, end in zip(begins, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("n", "program", "survivors"),
+    [(4, TWICE, [0, 3]), (3, ALONE, [0]), (4, DURING, [0, 3]), (3, STRICT, [1, 2])],
+    ids=["twice", "alone", "during", "strict"],
+)
+def test_survivors_go_on(n: int, program: str, survivors: list[int]) -> None:
+    """On the nccl plane a right sum on the survivors comes soon after a death, however often; the job ends well."""
+    _goes_on(run_job(n, HEAD + program, timeout=50, **on_standins()), survivors, 1.5)
+
+
+def test_survivors_go_on_over_mpi() -> None:
+    """So it does on the host plane, over a fault-tolerant MPI."""
+    _goes_on(run_job(5, HEAD + HOST, timeout=50, env={"PLANE": "host"}, **ULFM), [0], 2.0)
+
+
+def _goes_on(result: JobResult, survivors: list[int], bound: float) -> None:
+    assert result.rc == 0, result.text
+    assert all(result.rank_out[rank].endswith("leaves with 0\n") for rank in survivors), result.text
+    found = waits(result, survivors)
+    assert found and max(found) < bound, (found, result.text)
+
+
+def test_nodes_go_on_over_mpi(jobs: dict[str, Job]) -> None:
+    """Where no watcher sees all ranks, those of the nccl plane go on too, over a fault-tolerant MPI."""
+    result = jobs["nodes"].wait()
+    assert result.rc == 0, result.text
+    assert all(result.rank_out[rank].endswith("leaves with 0\n") for rank in (0, 2)), result.text
+
+
+@pytest.mark.parametrize(("name", "survivors"), [("not called", [0, 1]), ("stopped", [0, 2])])
+def test_ranks_that_do_not_come(name: str, survivors: list[int], jobs: dict[str, Job]) -> None:
+    """A rank that lives is waited for, and named at the deadline; one that is stopped is left out, and harms nobody."""
+    result = jobs[name].wait()
+    assert all(result.rank_out[rank].endswith("leaves with 0\n") for rank in survivors), result.text
+    assert name != "stopped" or "it ends alone, by SIGTERM" in result.rank_err[1], result.text
+
+
+def test_a_stopped_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> None:
+    """Over MPI a rank that is stopped keeps the others from going on; they are told so within seconds."""
+    result = jobs["stopped host"].wait()
+    assert all("named\n" in result.rank_out[rank] for rank in (0, 2)), result.text
+
+
+def test_different_calls_are_told_at_once(jobs: dict[str, Job]) -> None:
+    """Where one rank shrinks and another reconnects, each is told who did what, and all can do the same then."""
+    result = jobs["other call"].wait()
+    assert result.rc == 0 and all(out.endswith("done\n") for out in result.rank_out), result.text
+
+
+def test_a_launcher_that_ends_survivors_is_refused(jobs: dict[str, Job]) -> None:
+    """Where survivors cannot go on, a start that asks for it is refused on every rank, and a shrink at once."""
+    for name in ("refused", "nodes refused"):
+        started = jobs[name].wait()
+        assert started.rc == 0, started.text
+    later = jobs["refused on the host plane"].wait()
+    assert "refused\n" in later.rank_out[0], later.text

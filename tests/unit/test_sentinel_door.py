@@ -1,0 +1,113 @@
+"""Where watchers of several nodes listen, and what ranks bring so that they find one another."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from butter_mpi.sentinel import door
+from butter_mpi.sentinel.door import Door, addresses, leaders
+
+ROWS: list[dict[str, Any]] = [
+    {"name": "lo", "up": True, "addresses": ["127.0.0.1", "::1"]},
+    {"name": "docker0", "up": True, "addresses": ["172.17.0.1"]},
+    {"name": "eth0", "up": True, "addresses": ["10.0.0.7", "fe80::1"]},
+    {"name": "ib0", "up": True, "addresses": ["10.1.0.7", "fd00::7"]},
+    {"name": "eth1", "up": False, "addresses": ["10.2.0.7"]},
+    {"name": "usb0", "up": True, "addresses": ["169.254.1.1"]},
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "named", "found"),
+    [
+        (None, ["10.0.0.7"], ["10.0.0.7"]),
+        (None, ["127.0.1.1"], ["10.0.0.7", "10.1.0.7", "fd00::7"]),
+        (None, ["203.0.113.9"], ["10.0.0.7", "10.1.0.7", "fd00::7"]),
+        (None, [], ["10.0.0.7", "10.1.0.7", "fd00::7"]),
+        ("ib0,eth0", ["10.0.0.7"], ["10.1.0.7", "fd00::7", "10.0.0.7"]),
+        ("hsn0,ib0", [], ["10.1.0.7", "fd00::7"]),
+        ("eth1", ["10.0.0.7"], []),
+        ("lo", [], ["127.0.0.1", "::1"]),
+    ],
+)
+def test_addresses(monkeypatch: pytest.MonkeyPatch, names: str | None, named: list[str], found: list[str]) -> None:
+    """Those of the named interfaces, in that order; else of the host's name, where others can use it; else of all."""
+    monkeypatch.setattr(door, "interfaces", lambda: ROWS)
+    monkeypatch.setattr(door, "_named", lambda: named)
+    monkeypatch.setattr(door, "_own", lambda address: any(address in row["addresses"] for row in ROWS))
+    assert addresses(names) == found
+
+
+def test_machine_without_a_network_has_its_inner_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several nodes of one machine (containers, say) meet there."""
+    monkeypatch.setattr(door, "interfaces", lambda: ROWS[:2])
+    monkeypatch.setattr(door, "_named", lambda: ["127.0.1.1"])
+    assert addresses(None) == ["127.0.0.1", "::1", "172.17.0.1"]
+
+
+def test_own_address_is_known() -> None:
+    """By the kernel, which listens on no other."""
+    assert door._own("127.0.0.1") and not door._own("203.0.113.9")
+
+
+OFFERS = [
+    {"node": node, "unable": unable} for node, unable in (("a", "no"), ("b", ""), ("a", ""), ("c", ""), ("c", ""))
+]
+
+
+@pytest.fixture
+def doors() -> Iterator[Callable[..., list[Door]]]:
+    """Make the doors of all ranks, and close them."""
+    made: list[Door] = []
+
+    def make(offers: list[dict[str, str]], names: str | None = "lo") -> list[Door]:
+        made.extend(Door(offers, rank, names, 60) for rank in range(len(offers)))
+        return made
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_first_that_is_able_leads_its_node() -> None:
+    """So it is for the watcher's start too."""
+    assert leaders(OFFERS) == {"a": 2, "b": 1, "c": 3}
+
+
+def test_only_the_first_two_nodes_listen_and_only_rank_0_makes_the_secret(
+    doors: Callable[..., list[Door]],
+) -> None:
+    """What all bring makes what each watcher is told; the secret is a new one each time."""
+    every = doors(OFFERS)
+    said: list[dict[str, Any]] = [json.loads(one.payload()) for one in every]
+    assert [bool(one.get("at")) for one in said] == [False, True, True, False, False]
+    assert ["secret" in one for one in said] == [True, False, False, False, False] and len(said[0]["secret"]) == 64
+    assert json.loads(every[0].payload())["secret"] != said[0]["secret"]
+    assert not any(one.refusal(said) for one in every)
+    configs = [one.config(said) for one in every]
+    assert [one["me"] for one in configs] == [0, 1, 0, 2, 2]
+    assert [ranks for _, ranks in configs[4]["nodes"]] == [[0, 2], [1], [3, 4]]
+    assert all(one["hubs"] == [said[2]["at"], said[1]["at"]] and one["patience"] == 15 for one in configs)
+    for address, port in said[2]["at"]:
+        socket.create_connection((address, port), timeout=5).close()
+
+
+def test_job_of_one_node_opens_nothing(doors: Callable[..., list[Door]]) -> None:
+    """It needs no network at all."""
+    (one,) = doors([{"node": "a", "unable": ""}], None)
+    assert not one.needed and json.loads(one.payload())["at"] == []
+
+
+def test_where_a_hub_cannot_listen_all_say_so(doors: Callable[..., list[Door]]) -> None:
+    """With the interfaces that there are, and what helps."""
+    every = doors(OFFERS, "hsn7")
+    said = [json.loads(one.payload()) for one in every]
+    for one in every:
+        refusal = one.refusal(said)
+        assert "rank 1: no interface of watch_interface=hsn7 has an address; there are lo (127.0.0.1" in refusal
+        assert "rank 2: " in refusal and "rank 3: " not in refusal and "BUTTER_MPI_WATCH=node" in refusal

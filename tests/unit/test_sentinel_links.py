@@ -1,0 +1,510 @@
+"""The links between watchers, over real connections of this machine: what travels, what silence means, and strangers.
+
+Time is what a test says that it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from butter_mpi.sentinel import connections
+from butter_mpi.sentinel.links import HUBS, Links
+
+SECRET = bytes(range(32))
+TICK = 0.2
+FUZZ_SECONDS = float(os.environ.get("BUTTER_MPI_TEST_FUZZ_SECONDS") or 1)
+
+
+def listener() -> socket.socket:
+    """A listening socket of this machine."""
+    sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    sock.setblocking(False)
+    return sock
+
+
+class Node:
+    """One watcher's end, without the watcher: what it was told, and whom it accused."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.heard: list[tuple[str, dict[str, Any]]] = []
+        self.accused: list[tuple[list[int], str, str]] = []
+        self.links = Links(config, lambda kind, fields: self.heard.append((kind, fields)), self._accuse)
+        self.awake, self.waits = True, False
+        # A frozen one does nothing; what is sent to it waits.
+        self.frozen = self.ended = False
+
+    def _accuse(self, ranks: Sequence[int], text: str, phase: str) -> None:
+        self.accused.append((list(ranks), text, phase))
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """What it was told of this kind."""
+        return [fields for one, fields in self.heard if one == kind]
+
+
+class Net:
+    """Some nodes of two ranks each, which all live in this process."""
+
+    def __init__(self, count: int, secret: bytes = SECRET, patience: float = 10, start: bool = True) -> None:
+        self.strangers: list[socket.socket] = []
+        sockets = [listener() for _ in range(min(HUBS, count))]
+        self.addresses = [one.getsockname() for one in sockets]
+        nodes = [(f"n{number}", [2 * number, 2 * number + 1]) for number in range(count)]
+        self.nodes = [
+            Node(
+                {
+                    "me": number,
+                    "nodes": nodes,
+                    "hubs": [[list(address)] for address in self.addresses],
+                    "listeners": [sockets[number].detach()] if number < HUBS else [],
+                    "secret": secret.hex(),
+                    "patience": patience,
+                }
+            )
+            for number in range(count)
+        ]
+        if start:
+            for node in self.nodes:
+                node.links.up()
+            self.pass_time(TICK)
+            assert all(node.told("begun") == [{}] for node in self.nodes)
+
+    def settle(self) -> None:
+        """Let all that is under way arrive, and what comes of it."""
+        poll = select.poll()
+        by_fd = {node.links.fileno(): node for node in self.nodes if not (node.frozen or node.ended)}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        while ready := poll.poll(2):
+            for fd, _ in ready:
+                by_fd[fd].links.serve()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, in ticks."""
+        for _ in range(round(seconds / TICK)):
+            for node in self.nodes:
+                if not (node.frozen or node.ended):
+                    node.links.tick(TICK, node.awake, node.waits)
+            self.settle()
+
+    def finish(self, number: int) -> bool:
+        """Whether a node whose ranks are over ends, once all have heard that."""
+        node = self.nodes[number]
+        for _ in range(2):
+            node.ended = node.ended or node.links.finish()
+            self.settle()
+        return node.ended
+
+    def kill(self, number: int) -> None:
+        """End a watcher as SIGKILL does."""
+        node = self.nodes[number]
+        node.ended = True
+        for one in list(node.links._connections._all.values()):
+            one.sock.close()
+        for sock in node.links._connections._listeners.values():
+            sock.close()
+
+    def close(self) -> None:
+        """Close all that is open."""
+        for number, node in enumerate(self.nodes):
+            self.kill(number)
+            node.links._connections._poll.close()
+        for sock in self.strangers:
+            sock.close()
+
+    def stranger(self, hub: int = 0) -> socket.socket:
+        """A connection of a stranger."""
+        self.strangers.append(socket.create_connection(self.addresses[hub], timeout=5))
+        return self.strangers[-1]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Net]]:
+    """Make nets, and close them."""
+    made: list[Net] = []
+
+    def one(*arguments: Any, **options: Any) -> Net:
+        made.append(Net(*arguments, **options))
+        return made[-1]
+
+    yield one
+    for net in made:
+        net.close()
+
+
+GONE: dict[str, Any] = {"rank": 4, "text": "rank 4 was killed"}
+
+
+def test_a_node_alone_begins_and_ends_by_itself() -> None:
+    """Without other nodes nothing is waited for."""
+    config: dict[str, Any] = {"me": 0, "nodes": [("n0", [0])], "hubs": [], "listeners": [], "secret": "", "patience": 1}
+    node = Node(config)
+    node.links.up()
+    node.links.publish("gone", rank=0, text="")
+    node.links.tick(100, False)
+    assert node.told("begun") == [{}] and not node.accused and not node.links.awake and node.links.finish()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_what_one_finds_all_others_hear_once(make: Callable[..., Net], count: int) -> None:
+    """From a leaf and from each hub."""
+    net = make(count)
+    for number, node in enumerate(net.nodes):
+        fields = {"rank": 2 * number, "text": f"rank {2 * number} was killed"}
+        node.links.publish("gone", **fields)
+        net.settle()
+        for other in net.nodes:
+            assert other.told("gone").count(fields) == (other is not node)
+
+
+def test_begins_only_with_the_ranks_and_links_of_all(make: Callable[..., Net]) -> None:
+    """One node whose ranks have not all come keeps every other one from its start."""
+    net = make(4, start=False)
+    for node in net.nodes[:3]:
+        node.links.up()
+    net.pass_time(1)
+    assert not any(node.told("begun") for node in net.nodes)
+    net.nodes[3].links.up()
+    net.settle()
+    assert all(node.told("begun") == [{}] for node in net.nodes)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_lost_node_is_named_by_every_other(make: Callable[..., Net], number: int, how: str) -> None:
+    """Within five seconds, hub or not; and the others still hear one another."""
+    net = make(4)
+    net.pass_time(1)
+    if how == "frozen":
+        net.nodes[number].frozen = True
+    else:
+        net.kill(number)
+    net.pass_time(3.6)
+    others = [node for node in net.nodes if node is not net.nodes[number]]
+    assert not any(node.accused for node in others)
+    net.pass_time(1.2)
+    lost = [2 * number, 2 * number + 1]
+    accusations = [one for node in others for one in node.accused]
+    assert accusations and all(ranks == lost and f"host n{number} (ranks " in text for ranks, text, _ in accusations)
+    for node in others:
+        assert [fields["rank"] for fields in node.told("stopped")][:2] == lost
+    others[0].links.publish("gone", rank=others[0].links._nodes[others[0].links._me][1][0], text="late")
+    net.settle()
+    assert all(len(node.told("gone")) == 1 for node in others[1:])
+
+
+def test_frozen_node_that_comes_back_is_no_more_stopped(make: Callable[..., Net]) -> None:
+    """Everyone hears that it can be reached again; and it hears what it missed."""
+    net = make(3)
+    net.nodes[2].frozen = True
+    net.pass_time(5)
+    net.nodes[0].links.publish("gone", rank=0, text="rank 0 was killed")
+    net.nodes[2].frozen = False
+    net.pass_time(1)
+    for node in net.nodes[:2]:
+        assert {fields["rank"] for fields in node.told("running")} == {4, 5}
+    assert net.nodes[2].told("gone") == [{"rank": 0, "text": "rank 0 was killed"}] and not net.nodes[2].accused
+
+
+def test_two_nodes_that_hear_nothing_name_each_other(make: Callable[..., Net]) -> None:
+    """Each side says that the other one, or itself, is cut off."""
+    net = make(2)
+    for node, links in ((node, node.links) for node in net.nodes):
+        # Whatever is sent is lost, and no call comes through.
+        links._connections.call = lambda *_: "No route to host"  # type: ignore[method-assign]
+        links._connections.send = lambda *_args, **_fields: None  # type: ignore[method-assign]
+        assert not node.accused
+    net.pass_time(5)
+    ((first, text, _),), ((second, _, _),) = (node.accused for node in net.nodes)
+    assert (first, second) == ([2, 3], [0, 1])
+    assert "no word from host n1 (ranks 2-3) for 4." in text and "or this host, n0, is cut off" in text
+
+
+def test_node_without_both_hubs_names_all_others(make: Callable[..., Net]) -> None:
+    """What it cannot reach but through them is lost to it too."""
+    net = make(4)
+    net.nodes[0].frozen = net.nodes[1].frozen = net.nodes[3].frozen = True
+    net.pass_time(5)
+    ((ranks, text, _),) = net.nodes[2].accused
+    assert sorted(ranks) == [0, 1, 2, 3, 6, 7] and "host n0 (ranks 0-1), host n1 (ranks 2-3)" in text
+
+
+@pytest.mark.parametrize(("hub", "leaf"), [(0, 2), (1, 2), (0, 1)])
+def test_loss_of_one_link_accuses_nobody(make: Callable[..., Net], hub: int, leaf: int) -> None:
+    """While another way leads around it, and what is found travels there."""
+    net = make(4)
+    one, other = net.nodes[hub].links, net.nodes[leaf].links
+    one._may_call = lambda number: number != leaf  # type: ignore[method-assign]
+    link = one._peers[leaf].link
+    assert link is not None
+    one._connections.drop(link)
+    net.pass_time(8)
+    assert not any(node.accused for node in net.nodes)
+    other.publish("gone", rank=2 * leaf, text="rank was killed")
+    net.settle()
+    assert all(len(node.told("gone")) == (number != leaf) for number, node in enumerate(net.nodes))
+
+
+def test_outage_of_three_seconds_accuses_nobody(make: Callable[..., Net]) -> None:
+    """Whenever it begins between two beats, and though the old connection is of no use after it."""
+    net = make(3)
+    for begin in (TICK, 2 * TICK, 3 * TICK):
+        net.pass_time(begin)
+        kept = [(links, links._connections.send, links._connections.call) for links in (n.links for n in net.nodes)]
+        for links, _, _ in kept:
+            links._connections.call = lambda *_: "No route to host"  # type: ignore[method-assign]
+            links._connections.send = lambda *_args, **_fields: None  # type: ignore[method-assign]
+        net.pass_time(3)
+        for links, send, call in kept:
+            links._connections.call, links._connections.send = call, send  # type: ignore[method-assign]
+            for peer in links._peers.values():
+                if peer.link is not None:
+                    # Its numbers have a gap now, as after bytes that were lost.
+                    links._connections.drop(peer.link)
+        net.pass_time(1)
+        assert not any(node.accused for node in net.nodes)
+
+
+@pytest.mark.parametrize("ticks", [1, 2])
+def test_slow_links_accuse_nobody(make: Callable[..., Net], monkeypatch: pytest.MonkeyPatch, ticks: int) -> None:
+    """Where every byte takes 200 or 400 ms: the links stand as soon as it can be, and go on; what is found comes."""
+    under_way: list[tuple[int, Any, bytes]] = []
+    now = [0]
+
+    def flush(connection: Any) -> None:
+        if connection.channel.out and not connection._connecting:
+            under_way.append((now[0] + ticks, connection, bytes(connection.channel.out)))
+            connection.channel.out.clear()
+
+    monkeypatch.setattr(connections.Connection, "flush", flush)
+    net = make(3, start=False)
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(round(seconds / TICK)):
+            now[0] += 1
+            while under_way and under_way[0][0] <= now[0]:
+                _, connection, data = under_way.pop(0)
+                with contextlib.suppress(OSError):
+                    connection.sock.sendall(data)
+            net.settle()
+            net.pass_time(TICK)
+
+    for node in net.nodes:
+        node.links.up()
+    pass_time(10 * ticks * TICK)
+    assert all(node.told("begun") == [{}] for node in net.nodes)
+    links = [peer.link for node in net.nodes for peer in node.links._peers.values()]
+    pass_time(12)
+    assert links == [peer.link for node in net.nodes for peer in node.links._peers.values()]
+    net.nodes[2].links.publish("gone", **GONE)
+    pass_time(2 * ticks * TICK)
+    assert [node.told("gone") for node in net.nodes] == [[GONE], [GONE], []]
+    assert not any(node.accused for node in net.nodes)
+
+
+def test_own_time_that_did_not_pass_accuses_nobody(make: Callable[..., Net]) -> None:
+    """A watcher that was stopped itself for an hour has ticked once; what came meanwhile is heard first."""
+    net = make(2)
+    for _ in range(100):
+        net.nodes[0].links.tick(TICK, True)
+        net.settle()
+    net.nodes[1].links.serve()
+    net.nodes[1].links.tick(0.5, True)
+    assert not net.nodes[1].accused
+
+
+def test_who_is_awake_is_known_everywhere(make: Callable[..., Net]) -> None:
+    """A stopped rank alone on its node counts, where one elsewhere is awake; nobody where all are stopped.
+
+    So it is with those that wait in MPI_Finalize.
+    """
+    net = make(4)
+    net.pass_time(1)
+    assert all(node.links.awake for node in net.nodes)
+    for number, node in enumerate(net.nodes):
+        node.awake = number == 3
+    net.pass_time(1)
+    assert [node.links.awake for node in net.nodes] == [True, True, True, False]
+    net.nodes[3].awake, net.nodes[2].waits = False, True
+    net.pass_time(1.4)
+    assert not any(node.links.awake for node in net.nodes)
+    assert [node.links.waits for node in net.nodes] == [True, True, False, True]
+
+
+def test_hub_stays_to_the_end_of_the_last(make: Callable[..., Net]) -> None:
+    """A leaf ends at once, a hub when nobody needs it any more; nobody is accused of ending."""
+    net = make(4)
+    assert not net.finish(0) and not net.finish(1) and net.finish(2)
+    net.pass_time(6)
+    net.nodes[3].links.publish("gone", rank=6, text="late")
+    net.settle()
+    assert not any(node.accused for node in net.nodes)
+    assert net.nodes[0].told("gone") == [{"rank": 6, "text": "late"}]
+    assert net.finish(3)
+    assert net.finish(0) and net.finish(1)
+
+
+def test_hub_whose_leaf_is_killed_ends(make: Callable[..., Net]) -> None:
+    """It waits for the goodbye of nobody who is silent."""
+    net = make(3)
+    net.kill(2)
+    assert not net.finish(0) and not net.finish(1)
+    net.pass_time(5)
+    assert net.finish(0) and net.finish(1)
+
+
+def test_start_that_fails_at_once_ends_all(make: Callable[..., Net]) -> None:
+    """Ranks that have left before there are links: the hubs hear that from the leaves, which call for that alone."""
+    net = make(4, start=False)
+    assert [net.finish(number) for number in (3, 2, 1, 0)] == [True, True, False, False]
+    net.pass_time(TICK)
+    assert net.finish(0) and net.finish(1)
+
+
+def test_addresses_are_tried_in_turn(make: Callable[..., Net]) -> None:
+    """One that nobody can reach does not keep a node from the next."""
+    net = make(2, start=False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    net.nodes[1].links._hubs[0].insert(0, ("127.0.0.1", port))
+    for node in net.nodes:
+        node.links.up()
+    net.pass_time(3 * TICK)
+    assert all(node.told("begun") == [{}] for node in net.nodes)
+
+
+def test_closed_port_ends_the_start_with_who_and_where(make: Callable[..., Net]) -> None:
+    """The one that calls names the address and the reason, the other one whom it misses; both say what helps."""
+    net = make(2, patience=2, start=False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    net.nodes[1].links._hubs[0][:] = [("127.0.0.1", port)]
+    net.pass_time(4)
+    ((_, own, _),), ((ranks, text, phase),) = (node.accused for node in net.nodes)
+    assert (ranks, phase) == ([], "start")
+    said = (
+        f"the watcher of host n1 cannot reach that of host n0 (ranks 0-1) at 127.0.0.1 port {port} (Connection refused)"
+    )
+    assert text.startswith(said), text
+    assert "n0, at 127.0.0.1 port " in own and "was not reached by that of host n1 (ranks 2-3), within 2." in own
+    for one in (own, text):
+        assert "Open the TCP ports" in one and "BUTTER_MPI_WATCH_INTERFACE" in one and "BUTTER_MPI_WATCH=node" in one
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_jobs_do_not_meet(make: Callable[..., Net]) -> None:
+    """A node of another job at the right address is refused, and its job's start fails; this one goes on."""
+    net, other = make(2), make(2, secret=bytes(32), patience=2, start=False)
+    other.nodes[1].links._hubs[0][:] = [net.addresses[0]]
+    for _ in range(20):
+        other.pass_time(TICK)
+        net.pass_time(TICK)
+    assert not net.nodes[0].accused and net.nodes[0].links._peers[1].link is not None
+    assert other.nodes[1].accused and not other.nodes[1].told("begun")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Fewer strangers than a test can make."""
+    monkeypatch.setattr(connections, "_MOST_STRANGERS", 64)
+    monkeypatch.setattr(connections, "_MOST_BETWEEN_TICKS", 64)
+    return 64
+
+
+def test_silent_strangers_are_ended_and_keep_out_nobody(make: Callable[..., Net], few: int) -> None:
+    """Of too many the oldest goes, each after two seconds; who knows the secret comes in between them."""
+    net = make(3, start=False)
+    held = [net.stranger() for _ in range(3 * few)]
+    net.settle()
+    assert len(net.nodes[0].links._connections._strangers) <= few + 2
+    for node in net.nodes:
+        node.links.up()
+    net.pass_time(1)
+    assert all(node.told("begun") == [{}] for node in net.nodes)
+    net.pass_time(3)
+    assert not net.nodes[0].links._connections._strangers
+    assert all(sock.recv(1) == b"" for sock in held)
+    assert not any(node.accused for node in net.nodes)
+
+
+def test_flood_does_not_keep_a_watcher_from_its_work(make: Callable[..., Net], few: int) -> None:
+    """In one turn it takes in one, and no more between two ticks than it may."""
+    net = make(2)
+    held = [net.stranger() for _ in range(4 * few)]
+    taken = 0
+    while select.select([net.nodes[0].links.fileno()], [], [], 0.05)[0]:
+        net.nodes[0].links.serve()
+        taken += 1
+        assert taken < 5000
+    assert net.nodes[0].links._connections._allowed == 0
+    net.nodes[1].links.publish("gone", rank=2, text="in the flood")
+    net.settle()
+    assert net.nodes[0].told("gone") and len(held) == 4 * few
+
+
+@pytest.mark.parametrize("kind", ["cut", "gone", "notice", "hears"])
+def test_odd_numbers_of_an_authenticated_peer_are_left_alone(make: Callable[..., Net], kind: str) -> None:
+    """A node that does not exist, or speaks for another one's ranks, is no fault and no crash."""
+    net = make(3)
+    odd: dict[str, dict[str, Any]] = {
+        "cut": {"origin": 2, "serial": 1, "node": 99, "text": ""},
+        "gone": {"origin": 2, "serial": 1, "rank": 0, "text": ""},
+        "notice": {"origin": -1, "serial": 1, "epoch": 0, "notice": {}},
+        "hears": {"node": -7},
+    }
+    net.nodes[2].links._send_all(kind, **odd[kind])
+    net.pass_time(1)
+    assert all(not node.told("stopped") and not node.told("gone") and not node.told("notice") for node in net.nodes)
+
+
+def _garbage(chance: random.Random, net: Net, recorded: bytes) -> bytes:
+    """What a stranger may send: noise, or pieces of what was once heard, changed or not."""
+    noise = chance.randbytes(chance.randrange(1, 300))
+    piece = recorded[chance.randrange(len(recorded)) :]
+    return chance.choice([noise, piece, piece + noise, recorded, recorded[:86] + noise, recorded[:86]])
+
+
+def test_whatever_strangers_send_changes_nothing(make: Callable[..., Net]) -> None:
+    """Seeded: noise, replays and pieces of them, to both hubs, and to a node that calls a stranger.
+
+    For as long as BUTTER_MPI_TEST_FUZZ_SECONDS says.
+    """
+    net = make(3)
+    calling = net.nodes[2].links._channel(0)
+    recorded = bytes(calling.out) + bytes(range(256)) * 4
+    chance, end, turns = random.Random(1), time.monotonic() + FUZZ_SECONDS, 0
+    with listener() as trap:
+        # Node 2 calls a stranger whenever it looks for hub 1 anew.
+        net.nodes[2].links._hubs[1].append(trap.getsockname())
+        while time.monotonic() < end or turns < 10:
+            turns += 1
+            link = net.nodes[2].links._peers[1].link
+            if turns % 4 == 0 and link is not None:
+                net.nodes[2].links._connections.drop(link)
+            for hub in (0, 1):
+                with net.stranger(hub) as sock, contextlib.suppress(OSError):
+                    sock.sendall(_garbage(chance, net, recorded))
+                    net.settle()
+                    sock.settimeout(0)
+                    assert len(sock.recv(4096)) in (0, 32)
+            with contextlib.suppress(BlockingIOError):
+                called, _ = trap.accept()
+                with called, contextlib.suppress(OSError):
+                    called.sendall(_garbage(chance, net, recorded))
+                    net.settle()
+            net.pass_time(TICK)
+    net.pass_time(1)
+    assert not any(node.accused or node.told("gone") or node.told("stopped") for node in net.nodes)
+    net.nodes[2].links.publish("gone", **GONE)
+    net.settle()
+    assert [node.told("gone") for node in net.nodes] == [[GONE], [GONE], []]
