@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -287,7 +288,7 @@ class Control:
         self.told: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
         self._moved_on: set[int] = set()
         self.broken: tuple[int, dict[str, Any]] | None = None
-        self._spoiled = self._parted = False
+        self._mailbox, self._parted = threading.Lock(), False
         self._asked: set[int] = set()
         self.where: Callable[[], str] | None = None
         """Returns the operation that this process is in, for others who ask, once the communicator stands."""
@@ -319,12 +320,12 @@ class Control:
         """Take what has arrived; returns whether anything has.
 
         An interrupt in here may cost a message, so the mailbox takes no more after it: whoever interrupts poisons.
+        Where another thread is in here, that one takes it.
         """
-        if self._spoiled:
+        if not self._mailbox.acquire(blocking=False):
             return False
-        self._spoiled = True
         moved = self._take()
-        self._spoiled = False
+        self._mailbox.release()
         return moved
 
     def _take(self) -> bool:
@@ -336,12 +337,13 @@ class Control:
         return moved
 
     def _arrived(self, peer: int) -> bool:
-        ticket = self._receives[peer]
+        ticket = self._receives.get(peer)
         try:
-            if not ticket.done():
+            if ticket is None or not ticket.done() or self._receives.get(peer) is not ticket:
+                # Another thread may have stopped listening meanwhile, which ends a receive too.
                 return False
         except self._mpi.Exception as error:
-            del self._receives[peer]
+            self._receives.pop(peer, None)
             self._break(
                 peer, {"error": "PeerLostError", "text": f"MPI lost rank {peer}: {error}", "lost": [peer], "here": True}
             )
@@ -434,16 +436,16 @@ class Control:
 
     def retire(self) -> None:
         """Stop listening (receives can be cancelled); unsent messages stay with MPI."""
-        for ticket in self._receives.values():
+        receives, self._receives = self._receives, {}
+        for ticket in receives.values():
             ticket.cancel()
-        self._receives.clear()
         _LISTENING.discard(self)
         self._sends = [ticket for ticket in self._sends if not ticket.over()]
 
     def abandon(self) -> None:
         """Listen no more, without a call of MPI's: other ranks are not counted on any more."""
         _LISTENING.discard(self)
-        self._spoiled = True
+        self._mailbox.acquire(blocking=False)
 
     def free(self) -> None:
         """Free the communicator; only after :meth:`settled`, or a stale message could meet its successor.

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from butter_mpi.control import listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
 from butter_mpi.errors import PeerLostError, text_of
+from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
 from butter_mpi.sentinel import client
@@ -148,7 +149,7 @@ class Ending:
         if unfinished() and not self._shrunk:
             yield "leaving: MPI would wait for data of an operation that broke"
         # Communicators that are being closed, and use the device, until their peers have said that they close too.
-        yield from wait_for_all(_DETACHED_SECONDS, listen_everywhere)
+        yield from wait_for_all(_DETACHED_SECONDS, _listen)
 
     def _leave_without_mpi(self) -> NoReturn:
         """End this process, whose MPI_Finalize would wait for ranks that the others went on without.
@@ -226,6 +227,13 @@ def _status_of(plane: Plane) -> int:
     if plane.health.replaced:
         return 0
     return plane.exit_status if cause is not None and cause.lost_ranks and plane.world_size() > 1 else 0
+
+
+def _listen() -> None:
+    """Take what peers say, unless another thread is at it."""
+    with LANE.tried() as held:
+        if held:
+            listen_everywhere()
 
 
 def _flush() -> None:

@@ -290,6 +290,8 @@ class NcclLife(OnDevice, PeerPlane):
             # A healthy end would wait for a peer that has given up.
             self._stop()
         super()._release()
+
+    def _end_data_plane(self) -> None:
         comm, self._comm = self._comm, None
         stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"
         registered = list(self._handles.values())

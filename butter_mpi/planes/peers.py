@@ -354,9 +354,17 @@ class PeerPlane(Surviving):
             peer: {kind: self._pairs.get((peer, kind), self._pairs_from) for kind in ("send", "recv")}
             for peer in self._control.peers
         }
-        self._retire("left", {peer: {"why": why, "n": self.sequence, **came[peer]} for peer in came})
+        self._say_last_word("left", {peer: {"why": why, "n": self.sequence, **came[peer]} for peer in came})
         if self._sentinel is not None:
             self._sentinel.close()
+        try:
+            self._end_data_plane()
+        finally:
+            # Behind it: until then this thread takes what peers say, and no other one may.
+            self._retire()
+
+    def _end_data_plane(self) -> None:
+        """Give back what the data plane has, after this rank's last word, and maybe those of its peers."""
 
     def _left_out(self, record: dict[str, Any], peer: int | None) -> list[int]:
         """Return the peers that have left for good without having come to an operation."""
@@ -364,14 +372,16 @@ class PeerPlane(Surviving):
         asked = self._control.peers if peer is None else (peer,)
         return [p for p in asked if p in self._control.left and self._control.left[p][other] < record["n"]]
 
-    def _retire(self, last_word: str, bodies: dict[int, dict[str, Any]]) -> None:
-        """Say the last word on the control communicator, which goes as soon as every peer has said its own.
-
-        What broke may have left data under way, which no later communicator may meet: its data communicator stays.
-        """
+    def _say_last_word(self, last_word: str, bodies: dict[int, dict[str, Any]]) -> None:
         with contextlib.suppress(self._mpi.Exception):
             for peer in self._control.peers:
                 self._control.send([peer], last_word, bodies.get(peer, {}))
+
+    def _retire(self) -> None:
+        """Let the control communicator go as soon as every peer has said its last word.
+
+        What broke may have left data under way, which no later communicator may meet: its data communicator stays.
+        """
         idle = (self._reserve,) if self.health.cause is not None else (self._data, self._reserve)
         _RETIRING.append((self._control, tuple(comm for comm in idle if comm is not None)))
         sweep()
@@ -412,7 +422,8 @@ class PeerPlane(Surviving):
         finally:
             if self._sentinel is not None:
                 self._sentinel.reunion.call_elsewhere("")
-        self._retire("moved on", {})
+        self._say_last_word("moved on", {})
+        self._retire()
         numbers = [struct.unpack("<qq", x) for x in every]
         self._control, self._data, self._reserve = control, data, first.comm
         self.family = data

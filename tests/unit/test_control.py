@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
 from unittest.mock import Mock
 
@@ -74,3 +75,43 @@ def test_no_operation_follows_the_last_word() -> None:
         mailbox.send([peer], kind, {})
     assert [call.kwargs["dest"] for call in comm.Isend.call_args_list] == [1, 1, 2, 1]
     mailbox.retire()
+
+
+def test_a_receive_that_another_thread_ended_is_no_message() -> None:
+    """Whoever takes messages while another thread stops listening finds none: what is cancelled is done too."""
+    box: list[Control] = []
+
+    class Ended(Request):
+        """Done because it was given up meanwhile."""
+
+        def Test(self) -> bool:  # noqa: N802
+            box.pop().retire() if box else None
+            return True
+
+        def Cancel(self) -> None:  # noqa: N802
+            """Nothing else."""
+
+    comm = Mock(rank=0, size=2, Irecv=Mock(side_effect=lambda *_, **__: Ended(0)))
+    one = Control(comm, Mock(Exception=OSError))
+    box.append(one)
+    assert not one.pump() and not box and not one.pump()
+    assert one.broken is None
+
+
+def test_one_thread_at_a_time_takes_messages() -> None:
+    """A look from within a look, by a signal handler or another thread, takes nothing a second time."""
+    seen: list[bool] = []
+
+    class Looking(Request):
+        """Another thread looks just now."""
+
+        def Test(self) -> bool:  # noqa: N802
+            other = threading.Thread(target=lambda: seen.append(one.pump()))
+            other.start()
+            other.join()
+            return False
+
+    one = Control(Mock(rank=0, size=2, Irecv=Mock(side_effect=lambda *_, **__: Looking(0))), Mock(Exception=OSError))
+    assert not one.pump() and seen == [False]
+    one.abandon()
+    assert not one.pump()
