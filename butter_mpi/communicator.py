@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -442,13 +443,16 @@ class Communicator(Exchanges, Memory, Plans, Splits):
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             `timeout` is no such number.
         CommunicatorBrokenError
             The first cause, as soon as it is known.
         CommunicatorClosedError
             It was closed or aborted.
         """
+        given: Any = timeout
+        if not isinstance(given, Real):
+            raise TypeError(f"{self._plane.who}: timeout must be a number of seconds, 0 or more; got {timeout!r}")
         if not timeout >= 0:
             raise ValueError(f"{self._plane.who}: timeout must be a number of seconds, 0 or more; got {timeout!r}")
         end = time.monotonic() + timeout
@@ -494,6 +498,8 @@ class Communicator(Exchanges, Memory, Plans, Splits):
 
         Raises
         ------
+        TypeError
+            `path` is none.
         OSError
             It cannot be written.
         NotSupportedError
@@ -509,7 +515,12 @@ class Communicator(Exchanges, Memory, Plans, Splits):
                 f"{self._plane.who}: dump_recorder: one rank alone has no recorder, and none has with watch 'off'",
                 needs="watch='on'",
             )
-        append(path, recording)
+        try:
+            append(os.fspath(path), recording)
+        except OSError as error:
+            # Of the same kind, by its number; the file stands behind the text.
+            text = f"{self._plane.who}: dump_recorder: {error.strerror}; name a file in a folder that exists"
+            raise OSError(error.errno, text, os.fspath(path)) from None
 
     def close(self) -> None:
         """End the communicator: peers that still count on this rank are told that it left.

@@ -21,8 +21,8 @@ _AGREED, _DIFFERENT, _UNUSABLE = 0, 1, 2
 _LONGEST_MESSAGE = 500
 _MOST_SHOWN = 4096
 _EPILOG = """\
-exit status: 0 no divergence; 1 a divergence, or a rank is behind; 2 wrong arguments, or a file that cannot be used.
-docs/howto/find_a_divergence.md says how to get such files.
+exit status: 0 no divergence; 1 a divergence, or a rank is behind, or not in the files; 2 wrong arguments, or a file
+that cannot be used.
 """
 
 
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0: no divergence; 1: a divergence, or a rank is behind; 2: a wrong argument or a file that cannot be used, or
-        stdout cannot be written (141: nobody reads it any more).
+        0: no divergence; 1: a divergence, or a rank is behind or missing; 2: a wrong argument or a file that cannot be
+        used, or stdout cannot be written (141: nobody reads it any more).
     """
     with sound_streams():
         try:
@@ -96,7 +96,7 @@ def _main(arguments: Sequence[str]) -> int:
     merged = _merged(gathered, options.communicator, options.last)
     found = as_json(merged, gathered.files) if options.json else None
     text = as_text(merged, gathered.files) if found is None else json.dumps(found, indent=1, allow_nan=False) + "\n"
-    return ask_for(text, _NAME, _UNUSABLE) or (_AGREED if all(one.agreed for one in merged) else _DIFFERENT)
+    return ask_for(text, _NAME, _UNUSABLE) or (_AGREED if all(one.settled for one in merged) else _DIFFERENT)
 
 
 def _merged(gathered: Gathered, chosen: str | None, last: int) -> list[Merged]:

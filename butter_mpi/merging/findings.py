@@ -79,3 +79,8 @@ class Merged:
     def agreed(self) -> bool:
         """Whether nobody differs and nobody is behind."""
         return not (self.divergence or self.behind or self.differing_pairs or self.open_pairs)
+
+    @property
+    def settled(self) -> bool:
+        """Whether that is known of every rank of the communicator."""
+        return self.agreed and not self.missing and not self.outdated

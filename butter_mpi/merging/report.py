@@ -42,7 +42,7 @@ def as_json(merged: Sequence[Merged], files: Iterable[File]) -> dict[str, Any]:
     """
     return {
         "merged": SCHEMA_VERSION,
-        "agreed": all(one.agreed for one in merged),
+        "agreed": all(one.settled for one in merged),
         "files": [{"path": file.path, "recordings": file.recordings, "notes": file.notes} for file in files],
         "communicators": [_communicator(one) for one in merged],
     }
@@ -210,7 +210,8 @@ def _judgement(merged: Merged) -> Iterator[str]:
     yield from (line for one in merged.differing_pairs if one is not merged.divergence for line in _diverged(one, ""))
     yield from (line for one in merged.open_pairs for line in _stopped(one))
     if merged.agreed:
-        yield f"no divergence: {_agreed(merged)}"
+        here = "" if merged.settled else " among the ranks that are here, and of the others nothing is known"
+        yield f"no divergence{here}: {_agreed(merged)}"
     elif merged.common is None:
         yield "no number is in the records of all ranks: some have overwritten what others have not come to yet"
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from butter_mpi.descent import Descent
@@ -26,10 +25,12 @@ class Recordings:
         Where they are appended; empty: nowhere.
     about : dict
         What is the same in all of them: ``communicator``, ``world_size`` and ``host``.
+    fail : callable
+        Is handed the file and the error where it cannot be written.
     """
 
-    def __init__(self, file: str, about: dict[str, Any]) -> None:
-        self._file, self._about = file, about
+    def __init__(self, file: str, about: dict[str, Any], fail: Callable[[str, OSError], None]) -> None:
+        self._file, self._about, self._fail = file, about, fail
         self._key: str = about["communicator"]["key"]
         self._asked: deque[tuple[Reader, dict[str, Any]]] = deque()
 
@@ -53,9 +54,12 @@ class Recordings:
         """Write the next one: all at once would take longer than others can be left unwatched."""
         if self._asked:
             reader, facts = self._asked.popleft()
-            # Nobody is left to be told that there is no room, or no folder any more.
-            with contextlib.suppress(OSError):
+            try:
                 append(self._file, take(reader, facts))
+            except OSError as error:
+                # Once: the others would fail alike.
+                self._asked.clear()
+                self._fail(self._file, error)
 
 
 def _of(rank: Rank, cause: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Watcher:
         self._orders, self._crossed = Orders(config["name"]), False
         self._descent = Descent.of_facts(config["descent"])
         self._relay = Relay(lambda: self._ranks, self._who, self._begin, self._judge)
-        self._recordings = Recordings(**config["recordings"])
+        self._recordings = Recordings(**config["recordings"], fail=self._cry_of)
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
@@ -395,8 +395,15 @@ class Watcher:
             "verdict": verdict.notice(),
             "submitted": {str(number): rank.newest(_SHOWN) for number, rank in self._ranks.items()},
         }
-        with contextlib.suppress(OSError), open(self._config["file"], "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with open(self._config["file"], "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._cry_of(self._config["file"], error)
+
+    def _cry_of(self, file: str, error: OSError) -> None:
+        """Say that what was found is not in the file that the user named for it."""
+        self._cry(f"butter_mpi: the watcher: {file} cannot be written: {error.strerror}; this is not in it\n", None)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         for rank in self._ranks.values():

@@ -703,3 +703,14 @@ def test_c_environment_is_compared(comm: Communicator) -> None:
     finally:
         unsetenv(b"NCCL_PROTO")
     comm.barrier()
+
+
+def test_arguments_of_questions(comm: Communicator, tmp_path: Path) -> None:
+    """What is no number of seconds, or no path, is refused by name; a file that cannot be written says whose it was."""
+    with pytest.raises(TypeError, match="timeout must be a number of seconds, 0 or more; got 'a'"):
+        comm.wait_for_async_error("a")  # type: ignore[arg-type]
+    if SIZE > 1:
+        with pytest.raises(TypeError):
+            comm.dump_recorder(3)  # type: ignore[arg-type]
+        with pytest.raises(FileNotFoundError, match=rf"rank {RANK}/{SIZE} on .*: dump_recorder: No such file"):
+            comm.dump_recorder(tmp_path / "none" / "x.jsonl")

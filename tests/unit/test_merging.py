@@ -223,8 +223,9 @@ def test_rank_too_far_behind_to_be_compared(told: Callable[..., Told]) -> None:
 def test_missing_ranks(told: Callable[..., Told]) -> None:
     """Ranks that are in none of the files are named."""
     found = told(*(recording(rank, steps(1), world_size=9) for rank in (1, 2, 6)))
-    assert found.status == 0 and found.one["missing"] == [[0, 0], [3, 5], [7, 8]]
+    assert found.status == 1 and found.one["missing"] == [[0, 0], [3, 5], [7, 8]]
     assert "  not in these files: ranks 0, 3-5, 7-8" in found.text
+    assert "no divergence among the ranks that are here, and of the others nothing is known" in found.text
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -245,7 +246,7 @@ def test_what_was_before_a_reconnect(told: Callable[..., Told]) -> None:
     after = [*steps(5, 6), "all_gather_json"]
     ranks = [recording(rank, steps(*range(1, 4 + rank)), begin=9, after=after) for rank in range(2)]
     found = told(*ranks, recording(2, steps(7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7)))
-    assert found.status == 0 and found.one["epoch"] == 1 and found.one["common"] == 11
+    assert found.status == 1 and found.one["epoch"] == 1 and found.one["common"] == 11
     assert found.one["outdated"] == [2] and found.one["missing"] == []
     assert "after 1 reconnect" in found.text
     assert [row["number"] for row in found.one["rows"] if row["groups"]] == [10, 11]
@@ -327,7 +328,7 @@ def test_pair_whose_answer_may_be_overwritten(told: Callable[..., Told]) -> None
     """A rank whose ring has lost records is not said to have answered nothing."""
     busy = [pair("recv", 0), *[pair("send", 2)] * PAIRS]
     found = told(recording(0, [pair("send", 1)]), recording(1, busy))
-    assert found.status == 0 and found.one["ranks"][1]["pairs"]["lost"] == 1
+    assert found.status == 1 and found.one["ranks"][1]["pairs"]["lost"] == 1
 
 
 def test_pairs_after_a_reconnect(told: Callable[..., Told]) -> None:
@@ -405,7 +406,7 @@ def test_file_that_is_cut_off(capsys: pytest.CaptureFixture[str], tmp_path: Path
     file.write_bytes(b"".join([*lines[:2], lines[2][:cut]]))
     found = Told(capsys, [str(file)])
     length = len(lines[2][:cut])
-    assert found.status == 0 and found.one["missing"] == [[2, 2]]
+    assert found.status == 1 and found.one["missing"] == [[2, 2]]
     assert f"r.jsonl: line 3 ({length} bytes) is not JSON" in found.text
     assert "The other 2 recordings were used" in found.json["files"][0]["notes"][0]
 
@@ -418,7 +419,7 @@ def test_line_that_another_one_was_written_into(capsys: pytest.CaptureFixture[st
         opened.write(file.read_bytes()[:200])
     write(file, recording(1, steps(1)), recording(2, steps(1)))
     found = Told(capsys, [str(file)])
-    assert found.status == 0 and [one["rank"] for one in found.one["ranks"]] == [0, 2] and "line 2 (" in found.text
+    assert found.status == 1 and [one["rank"] for one in found.one["ranks"]] == [0, 2] and "line 2 (" in found.text
 
 
 _SURROGATE = '{"recording": "\\ud800\\n\\u001b[31m"}'

@@ -245,8 +245,9 @@ def test_recordings_of_the_dead_and_the_living_are_written(node: Callable[..., N
 
 
 def test_recordings_that_cannot_be_written_end_nothing(node: Callable[..., Node], tmp_path: Path) -> None:
-    """Where the folder is gone by then, the watcher goes on to watch: it ends with the goodbye of the last."""
-    one = node(0, 1, 2, recorder_file=str(tmp_path / "none" / "recorder.jsonl"))
+    """Where the folder is gone by then, the watcher says so, and goes on to watch till the last has said goodbye."""
+    files = [str(tmp_path / "none" / name) for name in ("recorder.jsonl", "verdicts.jsonl")]
+    one = node(0, 1, 2, recorder_file=files[0], file=files[1])
     fakes = [one.fake(rank) for rank in range(3)]
     for fake in fakes:
         heard(fake)
@@ -257,6 +258,9 @@ def test_recordings_that_cannot_be_written_end_nothing(node: Callable[..., Node]
     assert not one.ended(0.5)
     told(fakes[2], "messages.send(sock, 'bye')")
     assert one.ended(_LONG)
+    said = "".join(fakes[rank].communicate()[1] for rank in (0, 2)).splitlines()
+    why = "cannot be written: No such file or directory; this is not in it"
+    assert {f"butter_mpi: the watcher: {file} {why}" for file in files} <= set(said)
 
 
 @pytest.mark.parametrize(("code", "how"), [("os._exit(0)", "exit status 0"), ("os._exit(3)", "exit status 3")])
