@@ -28,7 +28,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "place", "epoch": 0, "at": 7, "chain": 2**60, **STANDING},
     {"kind": "lowest", "epoch": 0, "at": 7, **STANDING},
     {"kind": "show", "epoch": 0, "first": 7, "last": 9},
-    {"kind": "shown", "epoch": 0, "first": 7, "last": 9, "rank": 4, "entries": [[7, 0.5, 2**60, 3, 4, "a.py", 10.0, 0]]},
+    {"kind": "shown", "epoch": 0, "first": 7, "last": 9, "rank": 4, "entries": [[7, 0.5, 2**60, 3, 4, "a", 10.0, 0]]},
     {"kind": "notice", **FACT, "notice": NOTICE, "epoch": 0},
     {"kind": "gone", **FACT, "rank": 2, "text": "rank 2 was killed"},
     {"kind": "stopped", **FACT, "rank": 2, "text": "rank 2 has been stopped"},
