@@ -290,6 +290,11 @@ class Links:
             else:
                 self._hear("running", {"rank": rank})
 
+    def _publish_of_node(self, kind: str, **fields: Any) -> None:
+        """Tell others whom a hub hears; a leaf that heard neither hub knows nothing that those do not."""
+        if self._me < HUBS:
+            self.publish(kind, **fields)
+
     def _is_over(self, peer: _Peer) -> None:
         peer.over = True
         if peer.number >= HUBS and peer.link is not None:
@@ -307,7 +312,7 @@ class Links:
             for number in [one for one in self._cut if one == peer.number or one not in self._peers]:
                 self._cut.discard(number)
                 self._tell_of_node("back", number, "")
-                self.publish("back", node=number)
+                self._publish_of_node("back", node=number)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -430,7 +435,7 @@ class Links:
         for number in numbers:
             self._cut.add(number)
             self._tell_of_node("cut", number, text)
-            self.publish("cut", node=number, text=text)
+            self._publish_of_node("cut", node=number, text=text)
 
     def _names(self, peers: Sequence[_Peer]) -> str:
         named = ", ".join(self._name(peer.number) for peer in peers[:_MOST_NAMED])

@@ -214,6 +214,24 @@ def test_frozen_node_that_comes_back_is_no_more_stopped(make: Callable[..., Net]
     assert net.nodes[2].told("gone") == [{"rank": 0, "text": "rank 0 was killed"}] and not net.nodes[2].accused
 
 
+def test_leaf_that_comes_back_speaks_for_no_other_node(make: Callable[..., Net]) -> None:
+    """It named all others while it heard no hub; one of them that is lost meanwhile stays so."""
+    net = make(4)
+    net.nodes[3].frozen = True
+    leaf = net.nodes[2].links
+    call, leaf._connections.call = leaf._connections.call, lambda *_: "No route to host"  # type: ignore[method-assign]
+    for peer in leaf._peers.values():
+        assert peer.link is not None
+        leaf._connections.drop(peer.link)
+    net.pass_time(5)
+    leaf._connections.call = call  # type: ignore[method-assign]
+    net.pass_time(1)
+    for node in net.nodes[:2]:
+        assert {fields["rank"] for fields in node.told("running")} == {4, 5}
+    last = {fields["rank"]: kind for kind, fields in net.nodes[2].heard if kind in ("running", "stopped")}
+    assert last == {0: "running", 1: "running", 2: "running", 3: "running", 6: "stopped", 7: "stopped"}
+
+
 def test_two_nodes_that_hear_nothing_name_each_other(make: Callable[..., Net]) -> None:
     """Each side says that the other one, or itself, is cut off."""
     net = make(2)
