@@ -324,10 +324,11 @@ class Reader:
 
     def head(self) -> int:
         """Return the number of the newest collective; 0: none yet."""
-        slots = self._words[7 : _PAIRS_AT // 8 : _RECORD // 8]
+        if self._last < self.floor:
+            self._last = self.floor
         # All slots are looked through only if the one after the last known has changed.
-        self._last = max(self._last, self.floor)
-        if slots[(self._last + 1) % COLLECTIVES] > self._last:
+        if self._words[(_PLACES[(self._last + 1) % COLLECTIVES] >> 3) + 7] > self._last:
+            slots = self._words[7 : _PAIRS_AT // 8 : _RECORD // 8]
             self._last = max(self._last, max(slots.tolist()))
         return self._last
 
@@ -353,6 +354,14 @@ class Reader:
     def collective(self, number: int) -> Entry | None:
         """Return a collective, or ``None`` if it is not there: not yet, being written, or overwritten."""
         return self._entry(_PLACES[number % COLLECTIVES], number) if number > self.floor else None
+
+    def chain(self, number: int) -> int | None:
+        """Return the hash of all collectives up to this one, or ``None`` if it is not there."""
+        if number <= self.floor:
+            return None
+        first = _PLACES[number % COLLECTIVES] >> 3
+        before, chain = self._words[first + 7], self._words[first + 1]
+        return chain if before == self._words[first + 7] == number else None
 
     def pair(self, position: int) -> tuple[int, Entry] | None:
         """Return the peer and a send or receive by its position, or ``None`` if it is not there."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from butter_mpi.recorder import Entry, Reader
+from butter_mpi.recorder import COLLECTIVES, Entry, Reader
 from butter_mpi.sentinel.judging import FIRST_WARNING, STAY, Verdict, mismatch
 
 __all__ = ["Across", "Standing"]
@@ -86,10 +86,11 @@ class Across:
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         self._places: dict[int, _Place] = {}
-        # The number at which hashes are compared, the highest at which they agreed, and the first record that is shown.
-        self._at = self._agreed = self._first = 0
-        self._shown: dict[int, tuple[int, int, list[Entry]]] = {}
-        self._asked = 0
+        # The number at which hashes are compared, the highest at which they agreed, and the records that are shown.
+        self._at = self._agreed = 0
+        self._span: tuple[int, int] | None = None
+        self._shown: dict[int, tuple[tuple[int, int], int, list[Entry]]] = {}
+        self._asked: tuple[int, int] | None = None
         self._lowest: Standing | None = None
         self._lowest_age = self._waited = 0.0
         self._warn_at, self._low = FIRST_WARNING, -1
@@ -103,9 +104,9 @@ class Across:
         elif kind == "lowest":
             self._lowest, self._lowest_age, self._at = Standing.of(fields), 0.0, fields["at"]
         elif kind == "show":
-            self._asked = fields["first"]
+            self._asked = fields["first"], fields["last"]
         elif kind == "shown":
-            self._shown[node] = fields["first"], fields["rank"], _entries(fields["entries"])
+            self._shown[node] = (fields["first"], fields["last"]), fields["rank"], _entries(fields["entries"])
 
     def look(
         self, readers: Mapping[int, Reader], epoch: int, standing: Callable[[list[int]], Standing], leads: bool
@@ -131,17 +132,17 @@ class Across:
         at, entry = self._at, next(iter(readers.values())).collective(self._at)
         self._places[self._me] = _Place(own, at, entry.chain if entry else 0)
         self._say("place", True, epoch=epoch, at=at, chain=entry.chain if entry else 0, **own.fields())
-        if self._asked:
+        if self._asked is not None:
             self._show(readers, self._asked)
-            self._asked = 0
+            self._asked = None
         return self._lead(readers) if leads else None
 
-    def _show(self, readers: Mapping[int, Reader], first: int) -> None:
+    def _show(self, readers: Mapping[int, Reader], span: tuple[int, int]) -> None:
         rank, reader = next(iter(readers.items()))
-        found = [reader.collective(number) for number in range(first, min(first + _SHOWN, reader.head() + 1))]
-        entries = [entry for entry in found if entry]
-        self._shown[self._me] = first, rank, entries
-        self._say("shown", True, epoch=self._epoch, first=first, rank=rank, entries=[list(one) for one in entries])
+        entries = [entry for number in _numbers(*span) if (entry := reader.collective(number))]
+        self._shown[self._me] = span, rank, entries
+        fields = {"epoch": self._epoch, "first": span[0], "last": span[1], "rank": rank}
+        self._say("shown", True, **fields, entries=[list(one) for one in entries])
 
     # -- the leading hub ---------------------------------------------------------------------------------------------
 
@@ -156,26 +157,28 @@ class Across:
 
     def _compare(self, readers: Mapping[int, Reader], low: int) -> Verdict | None:
         """Hold the hashes against one another, and where they differ the records from the last that agreed on."""
-        if self._first:
-            return self._confront(readers)
+        if self._span is not None:
+            return self._confront(readers, self._span)
         if all(one.at == self._at for one in self._places.values()):
             # One whose record is overwritten already is so far ahead that it is only not late.
             chains = {one.chain for one in self._places.values() if one.chain}
             if len(chains) > 1:
-                self._ask(readers, self._agreed + 1)
+                # Of what came before that, recorders hold nothing any more.
+                self._ask(readers, (max(self._agreed, self._at - COLLECTIVES) + 1, self._at))
                 return None
             self._agreed = self._at
         self._at = low
         return None
 
-    def _ask(self, readers: Mapping[int, Reader], first: int) -> None:
-        self._first = first
+    def _ask(self, readers: Mapping[int, Reader], span: tuple[int, int]) -> None:
+        self._span = span
         self._shown.clear()
-        self._say("show", False, epoch=self._epoch, first=first)
-        self._show(readers, first)
+        self._say("show", False, epoch=self._epoch, first=span[0], last=span[1])
+        self._show(readers, span)
 
-    def _confront(self, readers: Mapping[int, Reader]) -> Verdict | None:
-        shown = {rank: entries for first, rank, entries in self._shown.values() if first == self._first}
+    def _confront(self, readers: Mapping[int, Reader], span: tuple[int, int]) -> Verdict | None:
+        """Close in on the first record that differs: hashes differ from there on."""
+        shown = {rank: entries for asked, rank, entries in self._shown.values() if asked == span}
         if len(shown) < self._count:
             return None
         by_number: dict[int, dict[int, Entry]] = {}
@@ -183,13 +186,15 @@ class Across:
             for entry in entries:
                 by_number.setdefault(entry.number, {})[rank] = entry
         several = {number: found for number, found in sorted(by_number.items()) if len(found) > 1}
+        if span[1] - span[0] >= _SHOWN:
+            same, differing = _around(several, span)
+            self._ask(readers, (max(same + 1, differing - _SHOWN + 1), differing))
+            return None
         for found in several.values():
             if len({(entry.signature, entry.elements) for entry in found.values()}) > 1:
                 return mismatch(found)
-        if self._first + _SHOWN <= self._at:
-            self._ask(readers, self._first + _SHOWN)
-            return None
-        # What differed first is overwritten on some node.
+        # What differed first is overwritten on some node; where nothing is left to be shown, what comes next may be.
+        self._span = None
         return mismatch(several[max(several)]) if several else None
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -229,6 +234,19 @@ class Across:
             self._warn_at *= 2
             return None, f"{entry.text()}: has waited {seconds:.0f} s for {lowest.said}"
         return None, ""
+
+
+def _numbers(first: int, last: int) -> list[int]:
+    """Return the last number and those before it, at equal steps, as few as a message shows."""
+    step = max(1, -(-(last - first + 1) // _SHOWN))
+    return list(range(last, first - 1, -step))[:_SHOWN]
+
+
+def _around(several: Mapping[int, Mapping[int, Entry]], span: tuple[int, int]) -> tuple[int, int]:
+    """Return the last number at which those that were shown agree, and the first after it at which they do not."""
+    agree = {number: len({entry.chain for entry in found.values()}) == 1 for number, found in several.items()}
+    differing = min((number for number, so in agree.items() if not so), default=span[1])
+    return max((number for number, so in agree.items() if so and number < differing), default=span[0] - 1), differing
 
 
 def _entries(raw: Sequence[Any]) -> list[Entry]:

@@ -165,9 +165,10 @@ class Connections:
             connection.age += passed
             if not connection.proved and connection.age >= _SECONDS_TO_PROVE:
                 self.drop(connection, "no answer")
+        if self._allowed <= 0:
+            for fd in self._listeners:
+                self._poll.modify(fd, select.EPOLLIN)
         self._allowed = self._most_between
-        for fd in self._listeners:
-            self._poll.modify(fd, select.EPOLLIN)
 
     def call(self, node: int, address: str, port: int) -> str:
         """Call a node, also beside calls that nobody has answered; returns why that cannot be, or nothing."""

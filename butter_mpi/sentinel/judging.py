@@ -96,9 +96,12 @@ def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
 
     The hash at the lowest position of all says whether there is a difference; only then records are read one by one.
     """
-    low = min(reader.head() for reader in readers.values())
+    low = min([reader.head() for reader in readers.values()])
+    chains = {reader.chain(low) for reader in readers.values()}
+    if None in chains or len(chains) == 1:
+        return None
     at_low = {rank: reader.collective(low) for rank, reader in readers.items()}
-    if low == 0 or None in at_low.values() or len({entry.chain for entry in at_low.values() if entry}) == 1:
+    if None in at_low.values():
         return None
     first, last = max(reader.oldest() for reader in readers.values()), low
     found: dict[int, Entry] = {rank: entry for rank, entry in at_low.items() if entry}
@@ -122,7 +125,7 @@ def left_out_exchange(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
     # In this order: a rank that comes to the exchange in between, and then submits, is not taken for one that did not.
     heads = {rank: reader.head() for rank, reader in readers.items()}
     exchanges = {rank: reader.exchange() for rank, reader in readers.items()}
-    most = max(count for count, _ in exchanges.values())
+    most = max([count for count, _ in exchanges.values()])
     came = {rank: entry for rank, (count, entry) in exchanges.items() if count == most and entry}
     if not came:
         return None

@@ -37,6 +37,8 @@ _SILENCE = 4.2
 _TOGETHER = 3.2
 _CALL_AGAIN = 1.0
 _FAREWELL = 2.0
+# What is said of a loss is said once for each node that is lost.
+_MOST_NAMED = 8
 _SUBJECTS = {"gone": "rank", "stopped": "rank", "running": "rank", "cut": "node", "back": "node", "notice": "epoch"}
 _TAKEN_BACK = {"running": "stopped", "back": "cut"}
 
@@ -172,8 +174,8 @@ class Links:
                 return False
             self._leaving = True
             for peer in self._peers.values():
-                # One that this end never met shall hear that it is over.
-                if self._calls(peer) and not peer.met:
+                # One that this end never met, or lost, shall hear that it is over.
+                if self._calls(peer) and peer.link is None and not (peer.met and peer.over):
                     self._call(peer)
         self._connections.shut()
         return not self._connections or self._left >= _FAREWELL
@@ -288,6 +290,11 @@ class Links:
             else:
                 self._hear("running", {"rank": rank})
 
+    def _publish_of_node(self, kind: str, **fields: Any) -> None:
+        """Tell others whom a hub hears; a leaf that heard neither hub knows nothing that those do not."""
+        if self._me < HUBS:
+            self.publish(kind, **fields)
+
     def _is_over(self, peer: _Peer) -> None:
         peer.over = True
         if peer.number >= HUBS and peer.link is not None:
@@ -305,7 +312,7 @@ class Links:
             for number in [one for one in self._cut if one == peer.number or one not in self._peers]:
                 self._cut.discard(number)
                 self._tell_of_node("back", number, "")
-                self.publish("back", node=number)
+                self._publish_of_node("back", node=number)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -421,16 +428,18 @@ class Links:
         text += " or gone, or its watcher is"
         if not any(peer.heard for peer in self._peers.values()):
             text += f"; or this host, {self._nodes[self._me][0]}, is cut off"
+        # First: of many nodes, all the rest is much to say.
+        self._accuse([rank for number in numbers for rank in self._nodes[number][1]], text, "")
         for peer in silent:
             peer.cut = True
         for number in numbers:
             self._cut.add(number)
             self._tell_of_node("cut", number, text)
-            self.publish("cut", node=number, text=text)
-        self._accuse([rank for number in numbers for rank in self._nodes[number][1]], text, "")
+            self._publish_of_node("cut", node=number, text=text)
 
     def _names(self, peers: Sequence[_Peer]) -> str:
-        return ", ".join(self._name(peer.number) for peer in peers)
+        named = ", ".join(self._name(peer.number) for peer in peers[:_MOST_NAMED])
+        return f"{named} and {len(peers) - _MOST_NAMED} more hosts" if len(peers) > _MOST_NAMED else named
 
     def _name(self, number: int) -> str:
         host, ranks = self._nodes[number]

@@ -42,9 +42,10 @@ class Process:
             self.pidfd = os.pidfd_open(pid)
             self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
-    def _fields(self) -> list[bytes]:
+    def _fields(self, last: int = -1) -> list[bytes]:
+        """Return what the kernel says of it; fields after the `last` one that is asked for are in one piece."""
         try:
-            return _split(os.pread(self._stat, 4096, 0))
+            return _split(os.pread(self._stat, 4096, 0), last + 1)
         except OSError:
             return []
 
@@ -54,7 +55,7 @@ class Process:
 
     def look(self) -> tuple[str, int]:
         """Return its state, and the processor time that it has had, in clock ticks."""
-        fields = self._fields()
+        fields = self._fields(_SYSTEM_TIME)
         if not fields:
             return "gone", 0
         state: bytes | None = fields[_STATE]
@@ -119,9 +120,9 @@ class Process:
         os.close(self._stat)
 
 
-def _split(stat: bytes) -> list[bytes]:
-    """Return the fields after the name, which can have any characters."""
-    return stat.rpartition(b") ")[2].split()
+def _split(stat: bytes, most: int = 0) -> list[bytes]:
+    """Return the fields after the name, which can have any characters; 0: all, else so many and the rest."""
+    return stat.rpartition(b") ")[2].split(None, most or -1)
 
 
 def _ends(fields: list[bytes]) -> bool:

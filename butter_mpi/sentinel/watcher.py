@@ -432,13 +432,14 @@ class Watcher:
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
         self._judge_stopped(living, states, passed if awake or self._links.awake else 0.0)
         together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
-        if self._epoch not in self._notices and together and awake and self._complete:
-            self._judge_submissions(passed)
-            self._judge_orders()
-        if self._epoch not in self._notices and together and self._complete:
+        if together and self._complete and self._epoch not in self._notices:
+            if awake:
+                self._judge_submissions(passed)
+                self._judge_orders()
             self._judge_across(passed, awake)
-        self._free_waiting(passed)
-        self._links.tick(passed, awake, bool(self._waiting))
+        waiting = self._waiting
+        self._free_waiting(waiting, passed)
+        self._links.tick(passed, awake, bool(waiting))
         self._relay.look(passed)
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
@@ -478,15 +479,19 @@ class Watcher:
         """The ranks that are in MPI_Finalize, which waits for all."""
         return [rank for rank in self._living if rank.leaving and rank.stopped is None]
 
-    def _free_waiting(self, passed: float) -> None:
+    def _free_waiting(self, waiting: list[Rank], passed: float) -> None:
         """End ranks that are in MPI_Finalize, where they can neither hear nor raise, once one is lost."""
-        waiting = self._waiting
+        if not waiting:
+            self._far_missed = 0.0
+            for rank in self._ranks.values():
+                rank.missed = 0.0
+            return
         for rank in self._ranks.values():
-            rank.missed = rank.missed + passed if waiting and rank.gone and (rank.death or not rank.leaving) else 0.0
+            rank.missed = rank.missed + passed if rank.gone and (rank.death or not rank.leaving) else 0.0
         dead = [rank for rank in self._ranks.values() if rank.missed >= _FINALIZE_GRACE]
         self._mourn([rank for rank in dead if rank.death is None])
         lost = [rank.number for rank in [*dead, *filter(self._frozen, self._living)]]
-        self._far_missed = self._far_missed + passed if waiting and self._far["gone"] else 0.0
+        self._far_missed = self._far_missed + passed if self._far["gone"] else 0.0
         lost += [*self._far["gone"]] if self._far_missed >= _FINALIZE_GRACE else []
         lost += [*self._far["stopped"]]
         fresh = [rank.number for rank in waiting if not rank.freed]
@@ -517,7 +522,9 @@ class Watcher:
 
     def _judge_across(self, passed: float, awake: bool) -> None:
         """Judge what ranks of several nodes submit: who differs, and who waits here for ranks elsewhere."""
-        if self._across is None or not all(rank.judged for rank in self._ranks.values()):
+        if self._across is None or self._epoch in self._notices:
+            return
+        if not all(rank.judged for rank in self._ranks.values()):
             return
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
         self._across_due -= passed
@@ -542,9 +549,11 @@ class Watcher:
 
     def _judge_orders(self) -> None:
         """Judge ranks that use this communicator and an older one in different orders; seen twice, as above."""
+        if not self._older[0] or self._epoch in self._notices:
+            return
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
         found = self._orders.look(readers, *self._older)
-        if found is not None and self._crossed and self._epoch not in self._notices:
+        if found is not None and self._crossed:
             self._judge(found)
         self._crossed = found is not None
         self._due = min(self._due, time.monotonic() + _SOON) if self._crossed else self._due

@@ -40,8 +40,8 @@ FIELDS: dict[str, dict[str, type]] = {
     # what ranks of several nodes submit, between each node and the hubs
     "place": {"epoch": int, "at": int, "chain": int, **_STANDING},
     "lowest": {"epoch": int, "at": int, **_STANDING},
-    "show": {"epoch": int, "first": int},
-    "shown": {"epoch": int, "first": int, "rank": int, "entries": list},
+    "show": {"epoch": int, "first": int, "last": int},
+    "shown": {"epoch": int, "first": int, "last": int, "rank": int, "entries": list},
     # from one watcher to all, handed on by each that has not had it
     "notice": {**_FACT, "notice": dict, "epoch": int},
     "gone": {**_FACT, "rank": int, "text": str},

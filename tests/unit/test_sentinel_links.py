@@ -214,6 +214,24 @@ def test_frozen_node_that_comes_back_is_no_more_stopped(make: Callable[..., Net]
     assert net.nodes[2].told("gone") == [{"rank": 0, "text": "rank 0 was killed"}] and not net.nodes[2].accused
 
 
+def test_leaf_that_comes_back_speaks_for_no_other_node(make: Callable[..., Net]) -> None:
+    """It named all others while it heard no hub; one of them that is lost meanwhile stays so."""
+    net = make(4)
+    net.nodes[3].frozen = True
+    leaf = net.nodes[2].links
+    call, leaf._connections.call = leaf._connections.call, lambda *_: "No route to host"  # type: ignore[method-assign]
+    for peer in leaf._peers.values():
+        assert peer.link is not None
+        leaf._connections.drop(peer.link)
+    net.pass_time(5)
+    leaf._connections.call = call  # type: ignore[method-assign]
+    net.pass_time(1)
+    for node in net.nodes[:2]:
+        assert {fields["rank"] for fields in node.told("running")} == {4, 5}
+    last = {fields["rank"]: kind for kind, fields in net.nodes[2].heard if kind in ("running", "stopped")}
+    assert last == {0: "running", 1: "running", 2: "running", 3: "running", 6: "stopped", 7: "stopped"}
+
+
 def test_two_nodes_that_hear_nothing_name_each_other(make: Callable[..., Net]) -> None:
     """Each side says that the other one, or itself, is cut off."""
     net = make(2)
@@ -367,6 +385,34 @@ def test_start_that_fails_at_once_ends_all(make: Callable[..., Net]) -> None:
     assert [net.finish(number) for number in (3, 2, 1, 0)] == [True, True, False, False]
     net.pass_time(TICK)
     assert net.finish(0) and net.finish(1)
+
+
+def test_node_that_ends_while_its_links_are_broken_accuses_nobody(make: Callable[..., Net]) -> None:
+    """It calls once more, to say that it is over: else its silence would be taken for a loss."""
+    net = make(3)
+    for peer in net.nodes[2].links._peers.values():
+        assert peer.link is not None
+        net.nodes[2].links._connections.drop(peer.link)
+    assert not net.nodes[2].links.finish() and net.finish(2)
+    net.pass_time(6)
+    assert not any(node.accused for node in net.nodes)
+    assert not net.finish(0) and net.finish(1) and net.finish(0)
+
+
+def test_loss_of_many_nodes_is_said_shortly_and_first(make: Callable[..., Net]) -> None:
+    """A text that names all of them, once for each, is more than links take; the verdict comes before the rest."""
+    net = make(30)
+    told: list[str] = []
+    for node in net.nodes[:2]:
+        node.links._accuse = lambda *_: told.append("verdict")
+        node.links._hear = lambda kind, _: told.append(kind)
+    for node in net.nodes[2:]:
+        node.frozen = True
+    net.pass_time(5)
+    assert told[0] == "verdict" and told.count("stopped") == 4 * 28 * 2 and told.count("verdict") == 2
+    texts = {said["text"] for said in net.nodes[0].links._said.values() if said["kind"] == "cut"}
+    for text in texts:
+        assert "host n2 (ranks 4-5)" in text and "and 20 more hosts" in text and "host n20" not in text, text
 
 
 def test_addresses_are_tried_in_turn(make: Callable[..., Net]) -> None:
