@@ -325,9 +325,10 @@ class Watcher:
         if not told or verdict.error not in _RAISED_BY_ALL:
             said = told_by(told["by"], verdict.text) if told else verdict.text
             self._cry(f"butter_mpi: the watcher of {self._config['host']} hears: {said}\n", None)
+        # What became of each rank is of now: who is told may end by that.
+        self._recordings.ask(self._ranks.values(), verdict.text)
         self._tell("notice", notice=kept, epoch=epoch)
         self._write(verdict)
-        self._recordings.ask(self._ranks.values(), verdict.text)
 
     def _accuse_far(self, ranks: Sequence[int], text: str, phase: str) -> None:
         """Judge what the links found: nodes that are silent, or that cannot be reached in the start."""
@@ -371,11 +372,12 @@ class Watcher:
         said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
         if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
+        # What became of each rank is of now: who is told may end by that.
+        self._recordings.ask(self._ranks.values(), verdict.text)
         for rank in self._ranks.values():
             if rank is not said_by and rank.lives:
                 rank.tell("notice", notice=notice, epoch=epoch)
         self._write(verdict)
-        self._recordings.ask(self._ranks.values(), verdict.text)
 
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
