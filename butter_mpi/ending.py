@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import signal
@@ -22,8 +23,10 @@ from typing import Any, NoReturn
 
 from butter_mpi.control import listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
+from butter_mpi.environment import c_environment
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.planes.base import Plane
+from butter_mpi.recovery import leaves_survivors, started_by
 from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
 from butter_mpi.sentinel import client
 
@@ -40,7 +43,9 @@ class Ending:
     """What this process knows about its own end; called at exit, or by MPI_Finalize if that comes first."""
 
     def __init__(self) -> None:
-        self._planes: weakref.WeakSet[Plane] = weakref.WeakSet()
+        # In the order in which they were started, which is the same on every rank.
+        self._planes: weakref.WeakValueDictionary[int, Plane] = weakref.WeakValueDictionary()
+        self._started = itertools.count()
         self._orphans: list[Plane] = []
         self._broken: list[Plane] = []
         self._lost_status = 0
@@ -81,7 +86,7 @@ class Ending:
     def watch(self, plane: Plane) -> None:
         """Look at `plane` when the process leaves."""
         self._settle()
-        self._planes.add(plane)
+        self._planes[next(self._started)] = plane
 
     def orphan(self, plane: Plane) -> None:
         """Take over a plane that was dropped without being closed: a finalizer must not talk to other ranks."""
@@ -179,7 +184,7 @@ class Ending:
         error = _uncaught()
         unsafe = self._alone or self._starting > 0
         patience = _LANE_SECONDS
-        for plane in [*self._planes, *self._orphans]:
+        for plane in [*self._planes.values(), *self._orphans]:
             if plane.health.closed:
                 continue
             several = plane.world_size() > 1
@@ -209,6 +214,9 @@ class Ending:
         _arm()
         if client.left_out():
             _end_alone()
+        if client.deaths_seen() and leaves_survivors(c_environment(), started_by()):
+            # Where the last of its ranks calls MPI_Abort, this launcher can end with 0; so it ends the others at once.
+            os._exit(status)
         with contextlib.suppress(Exception):
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
                 self._mpi.COMM_WORLD.Abort(status)
