@@ -25,6 +25,7 @@ from butter_mpi.control import listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import PeerLostError, text_of
+from butter_mpi.outcome import FAILED, OUTCOME
 from butter_mpi.planes.base import Plane
 from butter_mpi.recovery import leaves_survivors, started_by
 from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
@@ -109,6 +110,7 @@ class Ending:
     def shrunk(self) -> None:
         """Remember that ranks went on without others, for which MPI_Finalize would wait."""
         self._shrunk = True
+        OUTCOME.observe()
 
     def everybody_started(self) -> None:
         """Remove the names of shared segments that nobody will open any more: no ending can leave them then.
@@ -156,15 +158,16 @@ class Ending:
         yield from wait_for_all(_DETACHED_SECONDS, listen_everywhere)
 
     def _leave_without_mpi(self) -> NoReturn:
-        """End this process, whose MPI_Finalize would wait for ranks that the others went on without.
-
-        The status that the program asked for cannot be known at this point, but for an exception.
-        """
+        """End this process, whose MPI_Finalize would wait for ranks that the others went on without."""
+        status = FAILED if _uncaught() is not None else OUTCOME.status()
+        if status is None:
+            say(f"ended by a SystemExit whose status cannot be known: ends with {FAILED}; use sys.exit(status)")
+            status = FAILED
         client.finalized()
         logging.shutdown()
         _flush()
         unlink_mapped()
-        os._exit(_STATUS if _uncaught() is not None else 0)
+        os._exit(status)
 
     def _leave_child(self) -> NoReturn:
         """End a forked child here: MPI_Finalize, which mpi4py calls next, would hang or disturb the parent.
