@@ -98,3 +98,7 @@ if not TYPE_CHECKING:  # or a type checker would take any misspelt name
 def __dir__() -> list[str]:
     """Return the public names."""
     return list(__all__)
+
+
+# It sees how the program ends only where it is there before sys.exit is taken.
+importlib.import_module("butter_mpi.outcome")

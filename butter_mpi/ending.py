@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import signal
@@ -22,9 +23,12 @@ from typing import Any, NoReturn
 
 from butter_mpi.control import listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
+from butter_mpi.environment import c_environment
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.lane import LANE
+from butter_mpi.outcome import FAILED, OUTCOME
 from butter_mpi.planes.base import Plane
+from butter_mpi.recovery import leaves_survivors, started_by
 from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
 from butter_mpi.sentinel import client
 
@@ -41,7 +45,9 @@ class Ending:
     """What this process knows about its own end; called at exit, or by MPI_Finalize if that comes first."""
 
     def __init__(self) -> None:
-        self._planes: weakref.WeakSet[Plane] = weakref.WeakSet()
+        # In the order in which they were started, which is the same on every rank.
+        self._planes: weakref.WeakValueDictionary[int, Plane] = weakref.WeakValueDictionary()
+        self._started = itertools.count()
         self._orphans: list[Plane] = []
         self._broken: list[Plane] = []
         self._lost_status = 0
@@ -82,7 +88,7 @@ class Ending:
     def watch(self, plane: Plane) -> None:
         """Look at `plane` when the process leaves."""
         self._settle()
-        self._planes.add(plane)
+        self._planes[next(self._started)] = plane
 
     def orphan(self, plane: Plane) -> None:
         """Take over a plane that was dropped without being closed: a finalizer must not talk to other ranks."""
@@ -105,6 +111,7 @@ class Ending:
     def shrunk(self) -> None:
         """Remember that ranks went on without others, for which MPI_Finalize would wait."""
         self._shrunk = True
+        OUTCOME.observe()
 
     def everybody_started(self) -> None:
         """Remove the names of shared segments that nobody will open any more: no ending can leave them then.
@@ -152,15 +159,16 @@ class Ending:
         yield from wait_for_all(_DETACHED_SECONDS, _listen)
 
     def _leave_without_mpi(self) -> NoReturn:
-        """End this process, whose MPI_Finalize would wait for ranks that the others went on without.
-
-        The status that the program asked for cannot be known at this point, but for an exception.
-        """
+        """End this process, whose MPI_Finalize would wait for ranks that the others went on without."""
+        status = FAILED if _uncaught() is not None else OUTCOME.status()
+        if status is None:
+            say(f"ended by a SystemExit whose status cannot be known: ends with {FAILED}; use sys.exit(status)")
+            status = FAILED
         client.finalized()
         logging.shutdown()
         _flush()
         unlink_mapped()
-        os._exit(_STATUS if _uncaught() is not None else 0)
+        os._exit(status)
 
     def _leave_child(self) -> NoReturn:
         """End a forked child here: MPI_Finalize, which mpi4py calls next, would hang or disturb the parent.
@@ -180,7 +188,7 @@ class Ending:
         error = _uncaught()
         unsafe = self._alone or self._starting > 0
         patience = _LANE_SECONDS
-        for plane in [*self._planes, *self._orphans]:
+        for plane in [*self._planes.values(), *self._orphans]:
             if plane.health.closed:
                 continue
             several = plane.world_size() > 1
@@ -210,6 +218,9 @@ class Ending:
         _arm()
         if client.left_out():
             _end_alone()
+        if client.deaths_seen() and leaves_survivors(c_environment(), started_by()):
+            # Where the last of its ranks calls MPI_Abort, this launcher can end with 0; so it ends the others at once.
+            os._exit(status)
         with contextlib.suppress(Exception):
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():
                 self._mpi.COMM_WORLD.Abort(status)

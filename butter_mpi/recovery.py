@@ -9,7 +9,7 @@ from pathlib import Path
 
 from butter_mpi.launch import LaunchInfo, mpi_family
 
-__all__ = ["cannot_recover", "fault_tolerant", "started_by"]
+__all__ = ["cannot_recover", "fault_tolerant", "leaves_survivors", "started_by"]
 
 _KEEPS_SURVIVORS = ("--enable-recovery", "--continuous")
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prun", "orterun")
@@ -32,6 +32,24 @@ def fault_tolerant(env: Mapping[str, str]) -> bool:
         False with every other MPI.
     """
     return env.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
+
+
+def leaves_survivors(env: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> bool:
+    """Return whether Open MPI's launcher was told to leave the ranks alone that are left of a job.
+
+    Parameters
+    ----------
+    env : mapping of str to str
+        The C environment.
+    ancestors : sequence of sequence of str
+        As :func:`started_by` returns them.
+
+    Returns
+    -------
+    bool
+        Whether it was.
+    """
+    return fault_tolerant(env) or any(word in _KEEPS_SURVIVORS for line in _of_launchers(ancestors) for word in line)
 
 
 def started_by() -> list[list[str]]:
@@ -100,8 +118,12 @@ def _under_slurm(family: str, env: Mapping[str, str]) -> str:
     return ""
 
 
+def _of_launchers(ancestors: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    return [line for line in ancestors if line and os.path.basename(line[0]) in _LAUNCHERS]
+
+
 def _under_mpirun(ancestors: Sequence[Sequence[str]]) -> str:
-    lines = [line for line in ancestors if line and os.path.basename(line[0]) in _LAUNCHERS]
+    lines = _of_launchers(ancestors)
     if any(word in _KEEPS_SURVIVORS for line in lines for word in line):
         return ""
     if lines:

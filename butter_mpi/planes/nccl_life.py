@@ -15,7 +15,7 @@ from typing import Any
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
 from butter_mpi.collectives import Operation
-from butter_mpi.control import Control, Overdue, Pause, Watch
+from butter_mpi.control import Control, Overdue, Pause, Watch, listen_everywhere
 from butter_mpi.detached import Detached
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
@@ -302,13 +302,19 @@ class NcclLife(OnDevice, PeerPlane):
             self._give_up(self._hopeless)
         try:
             self._closing = Detached(lambda: self._clean_up(ending))
-            self._closing.result(Watch(self._close_seconds), "closing", self._hear_last_words)
+            self._closing.result(Watch(self._close_seconds), "closing", self._hear_every_last_word)
         except Overdue:
             # It goes on by itself; if the communicator has not come to its end when the process ends, the job fails.
             if ending is not None and not ending.done:
                 _LOG.warning("%s: closing: still waiting for %s", self.who, self.last or "what is under way")
         except (NCCLError, CUDAError) as error:
             _LOG.warning("%s: closing: %s", self.who, error)
+
+    def _hear_every_last_word(self) -> None:
+        """Hear those of communicators that were closed before too: peers may be waiting for the end of these."""
+        self._hear_last_words()
+        with contextlib.suppress(self._mpi.Exception):
+            listen_everywhere()
 
     def _give_up(self, cause: CommunicatorBrokenError) -> None:
         """Fail the job at its end for what is under way then, as it will not come to its end any more."""

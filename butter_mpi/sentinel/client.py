@@ -81,6 +81,11 @@ def deaths() -> list[str]:
     return [text for one in _LAST for text in list(one.gone.values())]
 
 
+def deaths_seen() -> bool:
+    """Return whether a watcher has ever told this process that another rank has died."""
+    return Sentinel.deaths_seen
+
+
 def left_out() -> bool:
     """Return whether others went on without this rank, so that it must not end the job."""
     return any(one.reunion.left_out for one in list(_OPEN))
@@ -249,6 +254,9 @@ class Sentinel:
     StartError
         The watcher could not be started on this rank, or joined.
     """
+
+    deaths_seen = False
+    """Whether one of this process has heard of the death of a rank, also of one that others went on without."""
 
     def __init__(
         self,
@@ -519,6 +527,7 @@ class Sentinel:
         elif message["kind"] == "notice":
             self._take(message["notice"], message["epoch"])
         elif message["kind"] == "gone":
+            Sentinel.deaths_seen = True
             self.gone[message["rank"]] = message["text"]
         elif message["kind"] == "stopped":
             self.stopped[message["rank"]] = message["text"]

@@ -210,6 +210,13 @@ def test_operation_that_one_rank_left_out_fails_the_job(unanswered: dict[str, Jo
     assert re.search(said, result.rank_err[0]) and result.seconds < 9, result.text
 
 
+def test_many_never_closed() -> None:
+    """All ranks close at exit in one order: none of them waits for another in a communicator that is not its turn."""
+    program = "parts = [comm.dup() for _ in range(6)]\nfor part in parts: part.barrier()"
+    result = run_job(2, HEAD + program, env=env(), timeout=40)
+    assert result.rc == 0 and "still waiting" not in result.text, result.text
+
+
 def test_never_closed_with_work_under_way(unanswered: dict[str, Job]) -> None:
     """Where nobody watches, an operation that no other rank comes to holds up no exit for longer than the deadline."""
     result = unanswered["never closed"].wait(25)

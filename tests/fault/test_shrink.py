@@ -284,6 +284,42 @@ error = raised(lambda: start(action="shrink"), butter_mpi.NotSupportedError)
 assert "ranks are on several nodes" in str(error) and "--with-ft ulfm" in str(error), error
 """
 
+# One is left, and ends as its program says; in a function, so that sys.exit is taken before anything is known.
+LEFT = """
+def main():
+    comm = start()
+    total(comm)
+    if RANK:
+        die()
+    lost(comm)
+    new = comm.shrink()
+    new.close()
+    %s
+sys.exit(main())
+"""
+STATUSES = {
+    "return 0": 0,
+    "return 3": 3,
+    "raise SystemExit(3)": 1,
+    "raise KeyError": 1,
+    "MPI.Finalize()": 0,
+    "try: return 1 // 0\n    finally: MPI.Finalize()": 1,
+}
+
+# The last one that is left has lost another, and leaves what broke open.
+LOST_ALL = """
+comm = start()
+total(comm)
+if RANK == 1:
+    die()
+lost(comm)
+new = comm.shrink()
+total(new)
+if RANK == 2:
+    die()
+lost(new)
+"""
+
 REFUSED = """
 error = raised(lambda: start(action="shrink"), butter_mpi.PreflightError)
 assert "action 'shrink': " + os.environ["WHY"] in str(error), error
@@ -353,6 +389,19 @@ def waits(result: JobResult, survivors: list[int]) -> list[float]:
 def test_survivors_go_on(n: int, program: str, survivors: list[int]) -> None:
     """On the nccl plane a right sum on the survivors comes soon after a death, however often; the job ends well."""
     _goes_on(run_job(n, HEAD + program, timeout=50, **on_standins()), survivors, 1.5)
+
+
+def test_status_of_whoever_is_left() -> None:
+    """The program's own status is the job's; where it is not known, and where all others are lost, the job fails."""
+    how = on_standins()
+    with contextlib.ExitStack() as stack:
+        last = stack.enter_context(start_job(3, HEAD + LOST_ALL, timeout=50, **how))
+        ends = {end: stack.enter_context(start_job(2, HEAD + LEFT % end, timeout=50, **how)) for end in STATUSES}
+        found = {end: job.wait() for end, job in ends.items()}
+        assert {end: result.rc for end, result in found.items()} == STATUSES, found
+        assert "use sys.exit(status)" in found["raise SystemExit(3)"].rank_err[0], found
+        result = last.wait()
+        assert result.rc == 1 and "that nobody closed" in result.rank_err[0], result.text
 
 
 def test_survivors_go_on_over_mpi() -> None:

@@ -181,6 +181,20 @@ def test_closed_at_different_times(comm: Communicator, plane: Any, memory: Devic
         assert until(lambda: plane._closing.done, 5)
 
 
+def test_many_closed_at_different_times(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """Where all close in one order, one that comes late costs the others one wait, and not one for each."""
+    parts = [comm.dup() for _ in range(3)]
+    for part in parts:
+        part.barrier()
+    if RANK:
+        parts[0].close()
+    WORLD.Barrier()
+    began = time.monotonic()
+    for part in parts:
+        part.close()
+    assert time.monotonic() - began < 1.5
+
+
 def test_closed_whatever_is_asked(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
     """A closed communicator says so, also where it is handed its own stream, which is gone."""
     comm.close()

@@ -1,0 +1,95 @@
+"""How the program ends where this process has to give the exit status itself.
+
+Python tells nobody, at its exit, the status of the ``SystemExit`` that it ends by. It is known of ``sys.exit``, which
+is replaced here by one that remembers: when this package is imported, as ``sys.exit(main())`` takes it before the call
+of ``main``. Of any other exception it is known that it left the outermost frame of the main thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from opcode import opname
+from types import FrameType
+from typing import NoReturn
+
+__all__ = ["FAILED", "OUTCOME", "Outcome"]
+
+FAILED = 1
+"""The status of an end that is not known to be good."""
+
+
+class Outcome:
+    """What is known of the program's end, once :meth:`observe` was called while it ran."""
+
+    def __init__(self) -> None:
+        self._outermost: FrameType | None = None
+        self._exit, sys.exit = sys.exit, self._remember
+        # What the last sys.exit was given, and where each frame stood that it had to leave.
+        self._said: object = None
+        self._left: list[tuple[FrameType, int]] = []
+
+    def observe(self) -> None:
+        """Look at the end of the main thread from now on; from any thread."""
+        if self._outermost is None:
+            *_, self._outermost = _stack(sys._current_frames()[_main()])
+
+    def _remember(self, status: str | int | None = None, /) -> NoReturn:
+        """Raise what ``sys.exit`` raises."""
+        # Kept only where it is asked for: with frames stays what they hold.
+        if self._outermost is not None and threading.get_ident() == _main():
+            self._said, self._left = status, [(frame, frame.f_lasti) for frame in _stack(sys._getframe(1))]
+        self._exit(status)
+
+    def status(self) -> int | None:
+        """Return the status of the end; ``None``: it is that of a ``SystemExit`` that is not known."""
+        frame = self._outermost
+        if frame is None or _returned(frame):
+            return 0
+        if frame in _stack(sys._current_frames()[_main()]):
+            return _status_while_running()
+        return _status_of(self._said) if self._left and all(_stayed(*one) for one in self._left) else None
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _main() -> int:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    return ident
+
+
+def _stopped_at(frame: FrameType) -> str:
+    return opname[frame.f_code.co_code[frame.f_lasti]]
+
+
+def _returned(frame: FrameType) -> bool:
+    return _stopped_at(frame).startswith("RETURN")
+
+
+def _stayed(frame: FrameType, at: int) -> bool:
+    """Whether a frame has gone on to nothing but the end of a finally or a with: it has caught nothing."""
+    return frame.f_lasti == at or _stopped_at(frame) == "RERAISE"
+
+
+def _status_while_running() -> int:
+    """Return the status of a program that ends itself, as by MPI.Finalize: good, unless it does so in an exception."""
+    error = sys.exc_info()[1]
+    if error is None or isinstance(error, SystemExit):
+        return _status_of(None if error is None else error.code)
+    return FAILED
+
+
+def _status_of(said: object) -> int:
+    if said is None:
+        return 0
+    return said & 0xFF if isinstance(said, int) else FAILED
+
+
+OUTCOME = Outcome()
+"""Of this program."""
