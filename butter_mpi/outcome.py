@@ -8,11 +8,11 @@ of ``main``. Of any other exception it is known that it left the outermost frame
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
-from opcode import opname
-from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
 
 __all__ = ["FAILED", "OUTCOME", "Outcome"]
 
@@ -38,7 +38,7 @@ class Outcome:
     def _remember(self, status: str | int | None = None, /) -> NoReturn:
         """Raise what ``sys.exit`` raises."""
         # Kept only where it is asked for: with frames stays what they hold.
-        if self._outermost is not None and threading.get_ident() == _main():
+        if self._outermost is not None and sys._current_frames()[_main()] is sys._getframe():
             self._said, self._left = status, [(frame, frame.f_lasti) for frame in _stack(sys._getframe(1))]
         self._exit(status)
 
@@ -59,12 +59,17 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _main() -> int:
+    # Not above: this module is loaded with the package, in programs that never ask for it.
+    import threading
+
     ident = threading.main_thread().ident
     assert ident is not None
     return ident
 
 
 def _stopped_at(frame: FrameType) -> str:
+    from opcode import opname
+
     return opname[frame.f_code.co_code[frame.f_lasti]]
 
 
