@@ -170,7 +170,7 @@ def test_settings_and_the_watcher(doctor: Callable[..., Any]) -> None:
     assert page["butter_mpi variables"] == {
         "BUTTER_MPI_PLANE": "host",
         "BUTTER_MPI_WATCH": "never",
-        "warnings": ["every start is refused: BUTTER_MPI_WATCH must be one of on, debugger, off; got 'never'"],
+        "warnings": ["every start is refused: BUTTER_MPI_WATCH must be one of on, debugger, node, off; got 'never'"],
     }
     section = page["watcher"]
     assert {section[what] for what in ("/proc", "pidfd_open", "memfd_create", "interpreter")} == {"yes"}
