@@ -49,7 +49,7 @@ def leaves_survivors(env: Mapping[str, str], ancestors: Sequence[Sequence[str]])
     bool
         Whether it was.
     """
-    return fault_tolerant(env) or any(word in _KEEPS_SURVIVORS for line in _of_launchers(ancestors) for word in line)
+    return fault_tolerant(env) or _told_so(_of_launchers(ancestors))
 
 
 def started_by() -> list[list[str]]:
@@ -122,9 +122,13 @@ def _of_launchers(ancestors: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return [line for line in ancestors if line and os.path.basename(line[0]) in _LAUNCHERS]
 
 
+def _told_so(lines: Sequence[Sequence[str]]) -> bool:
+    return any(word in _KEEPS_SURVIVORS for line in lines for word in line)
+
+
 def _under_mpirun(ancestors: Sequence[Sequence[str]]) -> str:
     lines = _of_launchers(ancestors)
-    if any(word in _KEEPS_SURVIVORS for line in lines for word in line):
+    if _told_so(lines):
         return ""
     if lines:
         return f"mpirun of Open MPI ends every rank of a job that has lost one, unless told otherwise; {_USE}"

@@ -6,33 +6,22 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from butter_mpi.merging.comparing import merge
 from butter_mpi.merging.findings import Merged
 from butter_mpi.merging.reading import Gathered
 from butter_mpi.merging.report import as_json, as_text
-from butter_mpi.selftest.console import ask_for, one_line, sound_streams
+from butter_mpi.selftest.console import Parser, UsageError, ask_for, one_line, sound_streams
 
 __all__ = ["main"]
 
 _NAME = "butter_mpi.recorder"
 _AGREED, _DIFFERENT, _UNUSABLE = 0, 1, 2
-_LONGEST_MESSAGE = 500
 _MOST_SHOWN = 4096
 _EPILOG = """\
 exit status: 0 no divergence; 1 a divergence, or a rank is behind, or not in the files; 2 wrong arguments, or a file
 that cannot be used.
 """
-
-
-class _UsageError(Exception):
-    """A wrong argument; the message is one line."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _UsageError(one_line(message, _LONGEST_MESSAGE))
 
 
 def _count(text: str) -> int:
@@ -41,8 +30,8 @@ def _count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {_MOST_SHOWN}; got {text!r}")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m butter_mpi.recorder",
         description="Merge what recorders of ranks held, and name the first number at which ranks submitted different "
         "operations, or who is behind.",
@@ -77,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with sound_streams():
         try:
             return _main(sys.argv[1:] if arguments is None else arguments)
-        except _UsageError as error:
+        except UsageError as error:
             sys.stderr.write(f"{_NAME}: {error} (--help lists the options)\n")
             return _UNUSABLE
 
@@ -88,7 +77,7 @@ def _main(arguments: Sequence[str]) -> int:
     if options.help:
         return ask_for(parser.format_help(), _NAME, _UNUSABLE)
     if not options.files:
-        raise _UsageError("name at least one FILE")
+        raise UsageError("name at least one FILE")
     gathered = Gathered(options.files)
     if gathered.problems:
         sys.stderr.write("".join(f"{_NAME}: {problem}\n" for problem in gathered.problems))
@@ -104,5 +93,5 @@ def _merged(gathered: Gathered, chosen: str | None, last: int) -> list[Merged]:
     wanted = [ranks for ranks in found if chosen in (None, ranks[0].key, ranks[0].name)]
     if not wanted:
         known = ", ".join(f"{one_line(ranks[0].key)} ({one_line(ranks[0].name)})" for ranks in found)
-        raise _UsageError(f"argument --communicator: there is none of that key or name; there are {known}")
+        raise UsageError(f"argument --communicator: there is none of that key or name; there are {known}")
     return [merge(ranks, last) for ranks in wanted]

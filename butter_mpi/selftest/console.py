@@ -1,21 +1,35 @@
-"""What a command line writes to: streams that are full, closed, or that nobody reads any more, without a traceback."""
+"""What a command line is told wrongly, and where it writes: streams that may be full or closed; no traceback."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
-__all__ = ["BROKEN_PIPE", "ask_for", "one_line", "printable", "say", "sound_streams"]
+__all__ = ["BROKEN_PIPE", "Parser", "UsageError", "ask_for", "one_line", "printable", "say", "sound_streams"]
 
 BROKEN_PIPE = 128 + 13
 """The status that a shell gives to a command that SIGPIPE ended."""
 
 _LONGEST_TEXT = 300
+_LONGEST_MESSAGE = 500
 _CLOSED = "it is closed"
+
+
+class UsageError(Exception):
+    """A wrong argument; the message is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, so that one process can tell them for all."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a :class:`UsageError`."""
+        raise UsageError(one_line(message, _LONGEST_MESSAGE))
 
 
 class _Tolerant:

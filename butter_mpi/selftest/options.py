@@ -9,9 +9,9 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from butter_mpi.selftest.console import one_line
+from butter_mpi.selftest.console import Parser, UsageError, one_line
 from butter_mpi.settings import PLANES, TRANSPORTS, FaultPolicy
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
 PASSED, FAILED, USAGE, REFUSED = 0, 1, 2, 3
 """Exit statuses; a comparison of receipts takes the first three for no difference, differences and no receipt."""
 
-_LONGEST_MESSAGE = 500
 _MOST_DIGITS = 19
 _PROGRAM = "python -m butter_mpi.selftest"
 _EPILOG = """\
@@ -39,10 +38,6 @@ exit status: 0 every check passed (--compare: no difference); 1 a check failed, 
 (--compare: differences); 2 wrong arguments (--compare: a receipt cannot be read); 3 the start was refused.
 docs/reference/selftest.md has every option, check and status.
 """
-
-
-class UsageError(Exception):
-    """A wrong argument; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +76,6 @@ class Options:
         }
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, so that one process can tell them for all."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(one_line(message, _LONGEST_MESSAGE))
-
-
 def _whole(low: int, high: int) -> Any:
     def number(text: str) -> int:
         if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and low <= int(text) <= high:
@@ -104,8 +92,8 @@ def _deadline(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=_PROGRAM,
         description="Checks every operation of butter_mpi over the live data plane: mpirun -np 2 " + _PROGRAM,
         epilog=_EPILOG,

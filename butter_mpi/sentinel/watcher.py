@@ -325,10 +325,7 @@ class Watcher:
         if not told or verdict.error not in _RAISED_BY_ALL:
             said = told_by(told["by"], verdict.text) if told else verdict.text
             self._cry(f"butter_mpi: the watcher of {self._config['host']} hears: {said}\n", None)
-        # What became of each rank is of now: who is told may end by that.
-        self._recordings.ask(self._ranks.values(), verdict.text)
-        self._tell("notice", notice=kept, epoch=epoch)
-        self._write(verdict)
+        self._spread(verdict, kept, epoch, None)
 
     def _accuse_far(self, ranks: Sequence[int], text: str, phase: str) -> None:
         """Judge what the links found: nodes that are silent, or that cannot be reached in the start."""
@@ -372,6 +369,10 @@ class Watcher:
         said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
         if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
+        self._spread(verdict, notice, epoch, said_by)
+
+    def _spread(self, verdict: Verdict, notice: dict[str, Any], epoch: int, said_by: Rank | None) -> None:
+        """Tell the ranks of this node, but the one that said it, then the files that the user named."""
         # What became of each rank is of now: who is told may end by that.
         self._recordings.ask(self._ranks.values(), verdict.text)
         for rank in self._ranks.values():
