@@ -1,8 +1,8 @@
-"""Time of an all_reduce by size: the plane beside the bare C call on the same communicator, as ratios of one run.
+"""Time of an operation by size: the plane beside the bare C call on the same communicator, as ratios of one run.
 
 ``mpirun -np 2 python -m butter_mpi.sweep`` on GPUs (or ``--share-gpu`` on one); like the selftest it sets the policy
-variables where they are unset. Every variant's result is compared with the sum, all of it, before its time is taken;
-the variants take turns, so that a machine that gets slower meets all of them.
+variables where they are unset. Every variant's result is compared with what is expected, all of it, before its time is
+taken; the variants take turns, so that a machine that gets slower meets all of them.
 """
 
 from __future__ import annotations
@@ -10,30 +10,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib.util
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from butter_mpi import nccl
-from butter_mpi.benchmarking import Array, command_line, run, wait
+from butter_mpi.benchmarking import command_line, run, wait
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
-from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.enums import DType
 from butter_mpi.errors import ButterError, NotSupportedError
 from butter_mpi.kernels import bf16_add_inplace
+from butter_mpi.sweep_operations import OPERATIONS, PATTERNS, Operation, Place, Span, Torch, Variant, pattern
 
 __all__ = ["main"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_ONES = {DType.FLOAT32: ("cuMemsetD32Async", np.float32), DType.BFLOAT16: ("cuMemsetD16Async", np.uint16)}
-_BF16_SHIFT = 16
 _CHUNK = 2**26
 _ROUNDS = 7
 _ROUND_SECONDS, _MOST_CALLS, _LEAST_CALLS = 0.02, 200, 3
@@ -48,20 +47,13 @@ def _size(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
-def _pattern(value: int, dtype: DType) -> int:
-    """Return the bits of a small whole number, which both types hold exactly."""
-    bits = int(np.float32(value).view(np.uint32))
-    return bits >> _BF16_SHIFT if dtype is DType.BFLOAT16 else bits
-
-
-@dataclass
-class Variant:
-    """One way to the sum: ``call`` issues it on the plane's stream, ``ready`` makes the ranks ready for its calls."""
-
-    name: str
-    pointer: int
-    call: Callable[[], object]
-    ready: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+def _operations(text: str) -> list[Operation]:
+    """Return the operations of a list with commas."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in OPERATIONS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no operation {unknown[0]!r}: it is {', '.join(OPERATIONS)}")
+    return [OPERATIONS[name] for name in dict.fromkeys(names)]
 
 
 class Sweep:
@@ -73,15 +65,18 @@ class Sweep:
         On the nccl plane, of two ranks or more.
     most : int
         Bytes of the largest size.
+    torch : Torch, optional
+        torch.distributed, to be measured beside it.
     """
 
-    def __init__(self, comm: Communicator, most: int) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, most: int, torch: Torch | None = None) -> None:
+        self._comm, self._torch = comm, torch
         plane: Any = comm.backend
         self._plane = plane
         self._device: Device = plane.device
         self._stream: int = plane.stream
         self._library, self._handle = plane.native()
+        most = self._place(0, most, DType.FLOAT32).nbytes
         self._plain = self._device.alloc(most)
         self._registered = self._device.alloc(most)
         self._plane.register_buffer(self._registered, most)
@@ -89,6 +84,12 @@ class Sweep:
         self._windowed = self._window(most)
         self.without: dict[str, str] = {} if self._windowed else {"symmetric": "this NCCL gives no symmetric window"}
         self._kernel = self._made_kernel()
+
+    def _place(self, pointer: int, nbytes: int, dtype: DType) -> Place:
+        """Return a buffer of a size, rounded up to whole blocks of elements that 4 bytes divide."""
+        ranks = self._comm.world_size
+        block = -(-nbytes // (ranks * DType.FLOAT32.itemsize)) * DType.FLOAT32.itemsize
+        return Place(pointer, block, self._comm.rank, ranks, dtype)
 
     def _window(self, nbytes: int) -> bool:
         """Register the symmetric buffer as a window; the same answer on every rank."""
@@ -112,25 +113,25 @@ class Sweep:
 
     # -- variants ------------------------------------------------------------------------------------------------------
 
-    def variants(self, nbytes: int, dtype: DType) -> list[Variant]:
+    def variants(self, operation: Operation, nbytes: int, dtype: DType) -> list[Variant]:
         """Return what is compared at a size; the first is what the others are ratios of."""
-        plane, found = self._plane, [Variant(BARE, self._plain, self._bare(self._plain, nbytes, dtype))]
-        found.append(Variant("plane", self._plain, lambda: plane.all_reduce(self._plain, nbytes, dtype=dtype)))
+        plain = self._place(self._plain, nbytes, dtype)
+        by_plane = operation.by_plane(self._plane, plain)
+        found = [self._bare(BARE, operation, plain), Variant("plane", plain, by_plane)]
         if dtype is DType.FLOAT32:
-            array = Array(self._device, nbytes // dtype.itemsize, self._stream, self._plain)
-            found.append(Variant("plan", self._plain, self._comm.plan_all_reduce(array, stream=self._stream)))
-        found.append(Variant("registered", self._registered, self._bare(self._registered, nbytes, dtype)))
+            plan = operation.plan(self._comm, self._device, self._stream, plain)
+            found.append(Variant("plan", plain, plan))
+        found.append(self._bare("registered", operation, plain._replace(pointer=self._registered)))
         if self._windowed:
-            found.append(Variant("symmetric", self._symmetric, self._bare(self._symmetric, nbytes, dtype)))
-        if self._kernel and dtype is DType.BFLOAT16:
-            call = found[1].call
-            found.append(Variant("add path", self._plain, call, self._adding))
+            found.append(self._bare("symmetric", operation, plain._replace(pointer=self._symmetric)))
+        if self._kernel and dtype is DType.BFLOAT16 and operation.name == "all_reduce":
+            found.append(Variant("add path", plain, by_plane, self._adding))
+        if self._torch:
+            found.append(Variant("torch", plain, self._torch.call(operation, plain), self._torch.on_stream))
         return found
 
-    def _bare(self, pointer: int, nbytes: int, dtype: DType) -> Callable[[], object]:
-        count, op = nbytes // dtype.itemsize, ReduceOp.SUM.nccl
-        arguments = (pointer, pointer, count, dtype.nccl, op, self._handle, self._stream)
-        return nccl.prepared(self._library, "ncclAllReduce", *arguments)
+    def _bare(self, name: str, operation: Operation, place: Place) -> Variant:
+        return Variant(name, place, operation.bare(self._library, place, self._handle, self._stream))
 
     @contextlib.contextmanager
     def _adding(self) -> Iterator[None]:
@@ -140,13 +141,13 @@ class Sweep:
 
     # -- one size ------------------------------------------------------------------------------------------------------
 
-    def measure(self, nbytes: int, dtype: DType) -> dict[str, float]:
-        """Return the median over rounds of the mean time of a call, in microseconds, by variant."""
-        variants = self.variants(nbytes, dtype)
+    def measure(self, operation: Operation, nbytes: int, dtype: DType) -> dict[str, Any]:
+        """Return the median over rounds of the mean time of a call, in microseconds, by variant; and the real size."""
+        variants = self.variants(operation, nbytes, dtype)
         calls = 0
         for variant in variants:
             with variant.ready():
-                self._check(variant, nbytes, dtype)
+                self._check(variant, operation)
                 calls = max(calls, self._calls(variant))
         times: dict[str, list[float]] = {variant.name: [] for variant in variants}
         for number in range(_ROUNDS):
@@ -154,28 +155,40 @@ class Sweep:
             for variant in variants[turn:] + variants[:turn]:
                 with variant.ready():
                     times[variant.name].append(self._time(variant, calls) / calls * 1e6)
-        return {name: statistics.median(some) for name, some in times.items()}
+        us = {name: statistics.median(some) for name, some in times.items()}
+        return {"operation": operation.name, "dtype": dtype.label, "bytes": variants[0].place.nbytes, "us": us}
 
-    def _check(self, variant: Variant, nbytes: int, dtype: DType) -> None:
-        """Raise unless ones on every rank give the world size in every element: before that a speed means nothing."""
-        memset, kind = _ONES[dtype][0], np.uint16 if dtype is DType.BFLOAT16 else np.uint32
-        count = nbytes // dtype.itemsize
-        self._device.make_current()
-        self._device.call(memset, variant.pointer, _pattern(1, dtype), count, self._stream)
+    def _check(self, variant: Variant, operation: Operation) -> None:
+        """Raise unless every element is what it must be: before that a speed means nothing."""
+        place = variant.place
+        for span in operation.given(place):
+            self._fill(place, span)
         variant.call()
-        expected = _pattern(self._comm.world_size, dtype)
-        host = np.empty(min(nbytes, _CHUNK), np.uint8)
-        for begin in range(0, nbytes, _CHUNK):
-            part = host[: min(_CHUNK, nbytes - begin)]
-            self._device.copy(part.ctypes.data, variant.pointer + begin, part.nbytes, self._stream)
+        for span in operation.expected(place):
+            self._compare(variant, operation, span)
+        # What is summed again and again must stay a number, and the same one.
+        self._fill(place, Span(0, place.nbytes, 0))
+        self._wait()
+
+    def _fill(self, place: Place, span: Span) -> None:
+        self._device.make_current()
+        count = span.nbytes // place.dtype.itemsize
+        bits = pattern(span.value, place.dtype)
+        self._device.call(PATTERNS[place.dtype][0], place.pointer + span.begin, bits, count, self._stream)
+
+    def _compare(self, variant: Variant, operation: Operation, span: Span) -> None:
+        place = variant.place
+        kind, expected = PATTERNS[place.dtype][1], pattern(span.value, place.dtype)
+        host = np.empty(min(span.nbytes, _CHUNK), np.uint8)
+        for begin in range(span.begin, span.begin + span.nbytes, _CHUNK):
+            part = host[: min(_CHUNK, span.begin + span.nbytes - begin)]
+            self._device.copy(part.ctypes.data, place.pointer + begin, part.nbytes, self._stream)
             self._wait()
             wrong = np.flatnonzero(part.view(kind) != expected)
             if wrong.size:
-                at = begin // dtype.itemsize + int(wrong[0])
-                raise ButterError(f"{variant.name}: all_reduce of {count} {dtype.label} ones is wrong at element {at}")
-        # What is summed again and again must stay a number, and the same one.
-        self._device.call(memset, variant.pointer, 0, count, self._stream)
-        self._wait()
+                what = f"{operation.name} of {place.nbytes // place.dtype.itemsize} {place.dtype.label}"
+                at = begin // place.dtype.itemsize + int(wrong[0])
+                raise ButterError(f"{variant.name}: {what} is wrong at element {at}")
 
     def _calls(self, variant: Variant) -> int:
         """Return how many calls a round takes, the same number on every rank."""
@@ -203,12 +216,13 @@ class Sweep:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def _head(comm: Communicator) -> dict[str, Any]:
+def _head(comm: Communicator, torch: Torch | None) -> dict[str, Any]:
     plane: Any = comm.backend
     library, _ = plane.native()
     version = ctypes.c_int()
     nccl.call(library, "ncclGetVersion", ctypes.byref(version))
-    return {"nccl": version.value, "ranks": comm.world_size, "transport": sorted(plane.transport)}
+    head = {"nccl": version.value, "ranks": comm.world_size, "transport": sorted(plane.transport)}
+    return {**head, "torch": torch.version()} if torch else head
 
 
 def _shown(nbytes: int) -> str:
@@ -220,21 +234,31 @@ def _shown(nbytes: int) -> str:
 
 def _row(row: dict[str, Any], ranks: int, names: Sequence[str]) -> str:
     times = row["us"]
-    bus = row["bytes"] * 2 * (ranks - 1) / ranks / times[BARE] / 1e3
+    bus = row["bytes"] * OPERATIONS[row["operation"]].bus(ranks) / times[BARE] / 1e3
     ratios = "".join(f"{times[name] / times[BARE]:11.3f}" if name in times else " " * 11 for name in names)
     return f"{row['dtype']:9}{_shown(row['bytes']):>9}{times[BARE]:12.2f}{bus:9.2f}{ratios}"
 
 
-def _table(found: dict[str, Any]) -> str:
-    names = list(dict.fromkeys(name for row in found["rows"] for name in row["us"] if name != BARE))
+def _part(operation: str, found: dict[str, Any]) -> list[str]:
+    """Return the table of one operation."""
+    rows = [row for row in found["rows"] if row["operation"] == operation]
+    names = list(dict.fromkeys(name for row in rows for name in row["us"] if name != BARE))
     transport = ", ".join(found["transport"]) or "none"
-    lines = [
-        f"all_reduce, {found['ranks']} ranks, NCCL {found['nccl']}, transport {transport}",
-        "bare: ncclAllReduce by ctypes, arguments prepared, in us and GB/s of the bus; others as multiples of its time",
+    function = "nccl" + operation.title().replace("_", "")
+    return [
+        f"{operation}, {found['ranks']} ranks, NCCL {found['nccl']}, transport {transport}",
+        f"bare: {function} by ctypes, arguments prepared, in us and GB/s of the bus; others as multiples of its time",
         f"{'dtype':9}{'size':>9}{'bare us':>12}{'GB/s':>9}" + "".join(f"{name:>11}" for name in names),
-        *(_row(row, found["ranks"], names) for row in found["rows"]),
+        *(_row(row, found["ranks"], names) for row in rows),
     ]
-    return "\n".join(lines + [f"{name}: {why}" for name, why in found["without"].items()])
+
+
+def _table(found: dict[str, Any]) -> str:
+    parts = [_part(operation, found) for operation in dict.fromkeys(row["operation"] for row in found["rows"])]
+    notes = [f"{name}: {why}" for name, why in found["without"].items()]
+    if "torch" in found:
+        notes.append("torch: torch.distributed of PyTorch {torch}, NCCL {nccl}".format(**found["torch"]))
+    return "\n\n".join(["\n".join(part) for part in parts] + ["\n".join(notes)]).rstrip()
 
 
 def _sizes(least: int, most: int) -> list[int]:
@@ -245,18 +269,23 @@ def _sizes(least: int, most: int) -> list[int]:
     return sizes
 
 
-def _run(comm: Communicator, least: int, most: int) -> dict[str, Any]:
-    sweep = Sweep(comm, most)
+def _run(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    torch = Torch(comm) if options.torch else None
+    sweep = Sweep(comm, options.most, torch)
     rows = [
-        {"dtype": dtype.label, "bytes": nbytes, "us": sweep.measure(nbytes, dtype)}
-        for dtype in _ONES
-        for nbytes in _sizes(least, most)
+        sweep.measure(operation, nbytes, dtype)
+        for operation in options.operations
+        for dtype in PATTERNS
+        for nbytes in _sizes(options.least, options.most)
     ]
-    return {**_head(comm), "rows": rows, "without": sweep.without}
+    head = _head(comm, torch)
+    if torch:
+        torch.close()
+    return {**head, "rows": rows, "without": sweep.without}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; rank 0 prints the table.
+    """Run the benchmark; rank 0 prints the tables.
 
     Parameters
     ----------
@@ -271,13 +300,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("sweep", __doc__ or "")
     parser.add_argument("--from", dest="least", type=_size, default=8, metavar="SIZE", help="smallest size (8)")
     parser.add_argument("--to", dest="most", type=_size, default=2**30, metavar="SIZE", help="largest size (1G)")
+    parser.add_argument(
+        "--op",
+        dest="operations",
+        type=_operations,
+        default="all_reduce",
+        metavar="NAME,...",
+        help=f"of {', '.join(OPERATIONS)} (all_reduce)",
+    )
+    parser.add_argument("--torch", action="store_true", help="measure torch.distributed of the same ranks beside them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes the times there as well")
     options = parser.parse_args(arguments)
     if options.least > options.most:
         parser.error("--from must not be larger than --to")
+    if options.torch and importlib.util.find_spec("torch") is None:
+        parser.error("--torch needs PyTorch, and it is not installed here")
 
     def measure(comm: Communicator) -> None:
-        found = _run(comm, options.least, options.most)
+        found = _run(comm, options)
         if comm.rank == 0:
             print(_table(found))
             if options.json:

@@ -43,37 +43,56 @@ def test_table_of_ratios() -> None:
 def test_sizes(tmp_path: Path) -> None:
     """Each size and type has a row with the bare call's time and every variant as its multiple; FILE has the times."""
     file = tmp_path / "times.json"
-    result = run_job(2, [*SWEEP, "--from", "512", "--to", "1K", "--json", str(file)], env=build().env(), timeout=100)
+    words = ["--op", "all_reduce,reduce_scatter", "--from", "512", "--to", "1K", "--json", str(file)]
+    result = run_job(2, [*SWEEP, *words], env=build().env(), timeout=100)
     assert result.rc == 0 and not result.rank_out[1], result.text
-    lines = result.rank_out[0].splitlines()
+    lines, scattered, notes = (part.splitlines() for part in result.rank_out[0].split("\n\n"))
     assert lines[0] == "all_reduce, 2 ranks, NCCL 23203, transport P2P", result.text
     assert lines[2].split()[5:] == ["plane", "plan", "registered", "symmetric"], result.text
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["dtype"], row["bytes"]) for row in rows] == list(product(("float32", "bfloat16"), (512, 1024)))
-    for row, line in zip(rows, lines[3:7], strict=True):
+    every = product(("all_reduce", "reduce_scatter"), ("float32", "bfloat16"), (512, 1024))
+    assert [(row["operation"], row["dtype"], row["bytes"]) for row in rows] == list(every)
+    assert scattered[0].startswith("reduce_scatter, 2 ranks"), result.text
+    for row, line in zip(rows, lines[3:] + scattered[3:], strict=True):
         assert float(line.split()[5]) == pytest.approx(row["us"]["plane"] / row["us"]["bare"], abs=6e-4), result.text
-    assert lines[7:] == ["add path: needs two ranks, and NVRTC on both"], result.text
+    assert notes == ["add path: needs two ranks, and NVRTC on both"], result.text
 
 
-def test_wrong_sum_is_no_time() -> None:
-    """A variant that does not give the sum ends the benchmark, by its name and the element."""
-    program = """
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_wrong_result_is_no_time(name: str) -> None:
+    """A variant that does not give the result ends the benchmark, by its name and the element, on three ranks too."""
+    program = f"""
     import butter_mpi.sweep as sweep
     real = sweep.Sweep.variants
-    def variants(self, nbytes, dtype):
-        found = real(self, nbytes, dtype)
+    def variants(self, operation, nbytes, dtype):
+        found = real(self, operation, nbytes, dtype)
         found[1].call = lambda: None
         return found
     sweep.Sweep.variants = variants
-    raise SystemExit(sweep.main(["--to", "8"]))
+    raise SystemExit(sweep.main(["--op", "{name}", "--from", "8", "--to", "20"]))
     """
-    result = run_job(2, textwrap.dedent(program), env=build().env(), timeout=60)
+    result = run_job(3, textwrap.dedent(program), env=build().env(), timeout=60)
     assert result.rc != 0, result.text
-    told = r"butter_mpi\.sweep: rank \d: plane: all_reduce of 2 float32 ones is wrong at element 0"
-    assert re.search(told, result.text), result.text
+    # The buffer of 8 bytes has a whole element for each rank.
+    told = rf"butter_mpi\.sweep: rank (\d): plane: {name} of 3 float32 is wrong at element (\d)"
+    wrong = {
+        "all_reduce": dict.fromkeys(range(3), 0),
+        "all_gather": {0: 1, 1: 0, 2: 0},
+        "reduce_scatter": {0: 0, 1: 1, 2: 2},
+    }
+    found = {int(rank): int(at) for rank, at in re.findall(told, result.text)}
+    assert found and found.items() <= wrong[name].items(), result.text
 
 
-@pytest.mark.parametrize(("words", "text"), [(["--to", "2"], "4 or more"), (["--from", "8", "--to", "7"], "--from")])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--to", "2"], "4 or more"),
+        (["--from", "8", "--to", "7"], "--from"),
+        (["--op", "all_reduce,all"], "no operation 'all': it is all_reduce, all_gather, reduce_scatter"),
+        (["--torch"], "--torch needs PyTorch, and it is not installed here"),
+    ],
+)
 def test_sizes_that_are_none(words: list[str], text: str) -> None:
     """A wrong size is a usage error."""
     result = run_job(1, [*SWEEP, *words], timeout=60)
