@@ -483,6 +483,7 @@ class _Start(Survivors):
             settings=self._settings,
             record=record,
             plan=self._asked.plan,
+            start_seconds=self._watch.phases,
             orphan=ENDING.orphan,
             part=lambda *part: self._part(plane, *part),
             survive=lambda: self._survive(plane),

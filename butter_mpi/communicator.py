@@ -70,6 +70,7 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         settings: Any,
         record: Mapping[str, Any],
         plan: Mapping[str, Any] | None,
+        start_seconds: Mapping[str, float],
         orphan: Callable[[Plane], None],
         part: Part,
         survive: Callable[[], Communicator],
@@ -78,6 +79,7 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         self._orphan, self._part, self._survive = orphan, part, survive
         self._plan = plan
         self._record = dict(record)
+        self.start_seconds = dict(start_seconds)
         self.preflight = preflight
         self.settings = settings
         self.records: list[dict[str, Any]] = []

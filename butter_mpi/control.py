@@ -148,7 +148,9 @@ class Watch:
     def __init__(self, limit: float | None) -> None:
         self.limit = limit
         self.elapsed = 0.0
+        self.phases: dict[str, float] = {}
         self._last = time.monotonic()
+        self._passed = 0.0
 
     def tick(self) -> bool:
         """Count the time since the last tick (at most half a second of it); returns whether the limit is over."""
@@ -156,6 +158,12 @@ class Watch:
         self.elapsed += min(now - self._last, _LONGEST_TICK)
         self._last = now
         return self.limit is not None and self.elapsed >= self.limit
+
+    def passed(self, phase: str) -> None:
+        """Note that a wait has come to its end: the time since the last one was for it."""
+        self.tick()
+        self.phases[phase] = self.phases.get(phase, 0.0) + self.elapsed - self._passed
+        self._passed = self.elapsed
 
 
 class Pause:
@@ -198,6 +206,7 @@ def wait(ticket: Ticket, watch: Watch, phase: str, look: Callable[[], None] = la
     """
     if not poll(ticket, watch, look):
         raise Overdue(phase, watch.elapsed)
+    watch.passed(phase)
 
 
 class Duplicate:

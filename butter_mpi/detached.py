@@ -85,6 +85,7 @@ class Detached:
             pause()
         if self._error is not None:
             raise self._error
+        watch.passed(phase)
         return self._value
 
 

@@ -145,6 +145,7 @@ def _settle(library: Library, handle: nccl.Handle, made: nccl.Handle, state: int
         pause()
         assert handle.value is not None
         state = nccl.check(library, phase, nccl.get_async_error(library, handle.value), in_progress=True)
+    bound.watch.passed(phase)
 
 
 def _split(library: Library, parent: nccl.Handle, child: nccl.Handle, control: Control, bound: Bound) -> None:

@@ -203,6 +203,7 @@ class NcclLife(OnDevice, PeerPlane):
                 raise Overdue("the first operation", bound.watch.elapsed)
             self._ask_nccl()
             bound.look()
+        bound.watch.passed("the first operation")
 
     def _aside_until_done(self, call: Callable[[], Any], bound: Bound, phase: str) -> None:
         """Make a host call that can wait for other ranks inside NCCL, in a thread that can be left to itself."""

@@ -253,7 +253,7 @@ class _Run:
 
     def _receipt(self, status: str, seconds: float) -> Receipt:
         timings = {
-            "start": self._phases.seconds,
+            "start": {**self._phases.seconds, **{name: round(s, 6) for name, s in self._comm.start_seconds.items()}},
             "checks": round(sum(check["seconds"] for check in self._checks), 6),
             "total": round(seconds, 6),
         }

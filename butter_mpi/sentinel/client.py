@@ -413,6 +413,7 @@ class Sentinel:
                 raise StartError(f"{self._who}: start: the watcher of this node did not come; {_OFF}", phase="watcher")
             pause()
         self._reap()
+        watch.passed("the watcher of this node")
 
     def _reap(self) -> None:
         """Take leave of the process that started the watcher; it ends as soon as the watcher stands by itself."""

@@ -1,12 +1,15 @@
 """Data-parallel training: each rank has a share of the batch; gradients are averaged while the backward pass goes on.
 
 ``mpirun -np 2 python docs/examples/data_parallel.py`` on NumPy arrays; with ``--gpu`` on CuPy arrays, one GPU a rank.
-Every rank also trains the same network alone on the whole batch, and the program fails unless both end alike.
+Every rank also trains the same network alone on the whole batch, and the program fails unless both end alike. With
+``--gpu --time WIDTH`` it then says how much of the averaging a step of layers of that width hides behind computation.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,6 +19,7 @@ import numpy as np
 import butter_mpi
 
 BATCH, WIDTHS, STEPS, RATE = 96, (8, 64, 64, 1), 60, 0.05
+TIMED_BATCH, TIMED_LAYERS, TIMED_STEPS = 4096, 8, 20
 
 
 class Network:
@@ -25,13 +29,15 @@ class Network:
     ----------
     xp : module
         NumPy or CuPy.
+    widths : sequence of int
+        Of the input, the hidden layers and the output.
     """
 
-    def __init__(self, xp: Any) -> None:
+    def __init__(self, xp: Any, widths: Sequence[int] = WIDTHS) -> None:
         random = np.random.default_rng(1)
         self.xp = xp
         self.weights = [
-            xp.asarray(random.standard_normal((n, m)) / n**0.5, dtype=xp.float32) for n, m in pairwise(WIDTHS)
+            xp.asarray(random.standard_normal((n, m)) / n**0.5, dtype=xp.float32) for n, m in pairwise(widths)
         ]
         self.buckets = [xp.zeros_like(weight) for weight in self.weights]
 
@@ -91,15 +97,50 @@ class Reducer:
             self._xp.cuda.get_current_stream().wait_event(self._beside.record())
 
 
+def step(network: Network, x: Any, y: Any, reducer: Reducer | None = None, *, beside: bool = True) -> None:
+    """Train one step on a batch, or on this rank's share of it; not `beside`: average after the backward pass."""
+    for layer in network.backward(x, y):
+        if reducer is not None and beside:
+            reducer.start(network.buckets[layer])
+    if reducer is not None:
+        for bucket in () if beside else reversed(network.buckets):
+            reducer.start(bucket)
+        reducer.finish()
+    network.step()
+
+
 def train(network: Network, x: Any, y: Any, reducer: Reducer | None = None) -> None:
     """Train on a batch, or on this rank's share of it."""
     for _ in range(STEPS):
-        for layer in network.backward(x, y):
-            if reducer is not None:
-                reducer.start(network.buckets[layer])
-        if reducer is not None:
-            reducer.finish()
-        network.step()
+        step(network, x, y, reducer)
+
+
+def hidden(comm: butter_mpi.Communicator, xp: Any, width: int) -> str:
+    """Return what a step takes without averages, with them beside the backward pass, and after it."""
+    network = Network(xp, [width] * (TIMED_LAYERS + 1))
+    x = xp.asarray(np.random.default_rng(3).standard_normal((TIMED_BATCH, width)), dtype=xp.float32)
+    reducer = Reducer(comm, xp)
+    ways: dict[str, dict[str, Any]] = {
+        "alone": {},
+        "beside": {"reducer": reducer},
+        "after": {"reducer": reducer, "beside": False},
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(TIMED_STEPS + 2):
+        for way, how in ways.items():
+            comm.all_gather_json(None)
+            began = time.perf_counter()
+            step(network, x, x, **how)
+            xp.cuda.get_current_stream().synchronize()
+            # The first steps make what later ones use again.
+            if number > 1:
+                times[way].append(1e3 * (time.perf_counter() - began))
+    alone, beside, after = (statistics.median(times[way]) for way in ways)
+    sent = sum(bucket.nbytes for bucket in network.buckets) / 2**20
+    return (
+        f"a step on {comm.world_size} ranks, {sent:.0f} MiB averaged: {alone:.2f} ms without, {beside:.2f} beside the "
+        f"backward pass, {after:.2f} after it: {(after - beside) / (after - alone):.0%} of the averaging is hidden"
+    )
 
 
 def share(arrays: Sequence[Any], rank: int, world_size: int) -> list[Any]:
@@ -115,7 +156,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="CuPy arrays on the nccl plane")
     parser.add_argument("--share-gpu", action="store_true", help="let ranks share a GPU")
+    parser.add_argument("--time", type=int, metavar="WIDTH", help="with --gpu: say what layers this wide hide")
     options = parser.parse_args()
+    if options.time and not options.gpu:
+        parser.error("--time needs --gpu: on the host plane nothing goes on beside an average")
     with butter_mpi.init(plane="nccl" if options.gpu else "host", share_gpu=options.share_gpu or None) as comm:
         xp: Any = np
         if options.gpu:
@@ -135,6 +179,9 @@ def main() -> None:
             raise SystemExit(f"rank {comm.rank}: loss {before} became {ours} together, {its} alone")
         if comm.rank == 0:
             print(f"loss {before:.4f} became {ours:.4f} on {comm.world_size} ranks, {its:.4f} on one")
+        said = hidden(comm, xp, options.time) if options.time else ""
+        if said and comm.rank == 0:
+            print(said)
 
 
 if __name__ == "__main__":

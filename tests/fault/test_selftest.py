@@ -93,7 +93,16 @@ def test_every_check_passes(mpi: str, tmp_path: Path) -> None:
     reasons = {check["id"]: check["reason"] for check in made.checks if check["outcome"] != "passed"}
     assert reasons == dict.fromkeys(ON_DEVICE, "it is for the nccl plane, and plane host runs")
     assert made.transport == {"required": None, "found": {}}
-    assert made.timings["start"].keys() == {"mpi", "options", "communicator"}
+    phases = made.timings["start"]
+    waits = {name: phases.pop(name) for name in list(phases) if name not in ("mpi", "options", "communicator")}
+    assert list(phases) == ["mpi", "options", "communicator"]
+    assert list(waits) == [
+        "duplicating the communicator",
+        "agreeing on the watchers",
+        "comparing preflight digests",
+        "the watcher of this node",
+    ]
+    assert phases["communicator"] / 2 < sum(waits.values()) < phases["communicator"], made.timings
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 

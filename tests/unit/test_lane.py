@@ -67,3 +67,14 @@ def test_watch_leaves_out_time_in_which_nobody_looked(monkeypatch: pytest.Monkey
         over = watch.tick()
     assert over and watch.elapsed == 2.0
     assert not Watch(None).tick()
+
+
+def test_time_is_told_by_phase() -> None:
+    """Each wait has the time since the one before; waits of one name are added up, in the order of the first."""
+    watch = Watch(None)
+    for phase in ("one", "other", "one"):
+        time.sleep(0.01)
+        watch.passed(phase)
+    assert list(watch.phases) == ["one", "other"]
+    assert watch.phases["one"] >= 0.02 and watch.phases["other"] >= 0.01
+    assert sum(watch.phases.values()) == pytest.approx(watch.elapsed)
