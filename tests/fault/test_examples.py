@@ -30,3 +30,9 @@ def test_program_that_sums_nothing(name: str, tmp_path: Path) -> None:
     broken.write_text(re.sub(r"(?:self\._)?comm\.all_reduce\(", "str(", text).replace('str(bucket, op="avg")', "pass"))
     result = run_job(2, [str(broken)])
     assert result.rc != 0 and re.search(r"rank \d: (?:differs|loss)", result.text), result.text
+
+
+def test_nothing_to_hide_on_the_host() -> None:
+    """What is timed needs a GPU: said before anything starts."""
+    result = run_job(1, [str(EXAMPLES / "data_parallel.py"), "--time", "8"])
+    assert result.rc == 2 and "--time needs --gpu" in result.text and "Traceback" not in result.text, result.text

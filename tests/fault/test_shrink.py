@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.job import TESTS
 from helpers.mpirun import Job, JobResult, run_job, start_job
 from helpers.standin import build
 
@@ -389,6 +392,16 @@ def waits(result: JobResult, survivors: list[int]) -> list[float]:
 def test_survivors_go_on(n: int, program: str, survivors: list[int]) -> None:
     """On the nccl plane a right sum on the survivors comes soon after a death, however often; the job ends well."""
     _goes_on(run_job(n, HEAD + program, timeout=50, **on_standins()), survivors, 1.5)
+
+
+def test_losses_are_told_in_a_table(tmp_path: Path) -> None:
+    """The program that measures losses on GPUs: who was told what and when, and how long it took to go on."""
+    program = str(TESTS / "gpu" / "losses.py")
+    result = run_job(4, [program, "--lost", "2", "--json", str(tmp_path / "seen")], timeout=50, **on_standins())
+    assert result.rc == 0 and "2 of 4 ranks killed at once" in result.rank_out[0], result.text
+    seen = json.loads((tmp_path / "seen").read_text())["seen"]
+    assert [row["rank"] for row in seen] == [0, 3] and all(0 < row["told_ms"] < row["back_ms"] for row in seen), seen
+    assert all(row["named"] and set(row["named"]) <= {1, 2} for row in seen), seen
 
 
 def test_status_of_whoever_is_left() -> None:
