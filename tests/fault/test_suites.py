@@ -30,8 +30,8 @@ LARGE = [f"test_large_{name}" for name in ("all_reduce", "broadcast", "pair", "a
 WITH_LARGE = [("mpich", 1), ("mpich", 2)]
 # Twenty starts of more ranks than cores show no more than those of two.
 ROUNDS = ["test_twenty_rounds_leave_nothing"]
-# Each test of the contract has a communicator of its own under MPICH on two ranks, on either plane. In the other jobs they share
-# one: what those show besides is what a plane does on more ranks, with another MPI or check.
+# Each test of the contract has a communicator of its own under MPICH on two ranks, on either plane. In the other jobs
+# they share one: what those show besides is what a plane does on more ranks, with another MPI or check.
 SHARING = {"BUTTER_MPI_TEST_REUSE": "test_backend"}
 
 
