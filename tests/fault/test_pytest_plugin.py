@@ -47,7 +47,9 @@ class Suite:
         (self.folder / name).write_text(HEAD + textwrap.dedent(body))
 
     def _program(self, options: tuple[str, ...]) -> str:
-        return RUNNER.format(arguments=["--with-mpi", f"--basetemp={self.folder}/base", *options])
+        # Another's plugin, which would load for half a second on each rank.
+        unused = ["-p", "no:hypothesispytest"]
+        return RUNNER.format(arguments=["--with-mpi", *unused, f"--basetemp={self.folder}/base", *options])
 
     def run(self, *options: str, n: int = 2, **how: Any) -> JobResult:
         """Run a session to its end."""

@@ -16,7 +16,7 @@ from butter_mpi.device import Device
 from butter_mpi.planes import CommBackend
 
 CHECK = os.environ.get("BUTTER_MPI_TEST_CHECK", "strict")
-REUSE = bool(os.environ.get("BUTTER_MPI_TEST_REUSE"))
+REUSE = os.environ.get("BUTTER_MPI_TEST_REUSE", "").split(",")
 SHARE = bool(os.environ.get("BUTTER_MPI_TEST_SHARE_GPU"))
 
 
@@ -32,9 +32,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "_compiled", lambda *_: b"STANDIN\0")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kept() -> Iterator[list[butter_mpi.Communicator]]:
-    """A communicator that a later test takes over, where making one is slow; closed in the end."""
+    """A communicator that a later test of the suite takes over; closed after the last."""
     communicators: list[butter_mpi.Communicator] = []
     yield communicators
     for one in communicators:
@@ -42,11 +42,11 @@ def kept() -> Iterator[list[butter_mpi.Communicator]]:
 
 
 @pytest.fixture
-def comm(kept: list[butter_mpi.Communicator]) -> Iterator[butter_mpi.Communicator]:
+def comm(kept: list[butter_mpi.Communicator], request: pytest.FixtureRequest) -> Iterator[butter_mpi.Communicator]:
     """A healthy communicator over all ranks: a fresh one, or the last test's where the run asks for that."""
     made = kept.pop() if kept else _made()
     yield made
-    if REUSE and made.is_healthy():
+    if request.path.stem in REUSE and made.is_healthy():
         kept.append(made)
     else:
         made.close()
