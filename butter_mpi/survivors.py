@@ -30,7 +30,7 @@ from butter_mpi.sentinel.client import WATCHED, Sentinel
 from butter_mpi.sentinel.gathering import SHRINK
 from butter_mpi.sentinel.relayed import RelayedControl
 
-__all__ = ["GO_ON", "Survivors", "no_recovery"]
+__all__ = ["GO_ON", "Numbers", "Survivors", "no_recovery"]
 
 GO_ON = "Survivors go on with comm.shrink(), called by every rank that lives"
 """What whoever asked for it in the start is told where ranks are lost."""
@@ -58,7 +58,7 @@ def no_recovery(mpi: Any, *, over_mpi: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class Numbers:
     """A rank and a number of ranks, where there is no MPI communicator that says so."""
 
     rank: int
@@ -160,7 +160,7 @@ class Survivors:
                 raise plane.refused(SHRINK, answer)
             sequence, pairs, descent = answer["sequence"], answer["pairs"], sentinel.descent
             sentinel.resume(sequence, pairs)
-            start = self._start_of(plane, descent, _Numbers(sentinel.rank, len(descent.ranks)))
+            start = self._start_of(plane, descent, Numbers(sentinel.rank, len(descent.ranks)))
             try:
                 return start._go_on(sentinel, sequence, pairs), descent
             except (StartError, Overdue) as error:

@@ -80,8 +80,32 @@ part = child.shrink()
 assert total(part) == 6 and "dup 1, shrink 1" in repr(part), part
 part.close()
 assert new.all_gather_json({"rank": RANK}) == [{"rank": rank} for rank in (0, 2, 3)]
+raised(lambda: new.split("x" if RANK == 2 else 0), TypeError)
+# Without MPI: parts of two, of one, of none, each with all that communicators have; and parts of parts.
+child, lone, part = new.dup(), new.split(0 if RANK < 3 else None), new.split(RANK % 3, key=-RANK)
+assert total(child) == 6 and "shrink 1, dup 1" in repr(child), child
+assert lone is None if RANK == 3 else (total(lone) == 3 and "shrink 1, split 2 color 0" in repr(lone)), lone
+assert part.rank == [1, None, 0, 0][RANK] and total(part) == [3, None, 1, 3][RANK], part
+child.barrier() if RANK else total(child)
+raised(lambda: child.wait_for_async_error(10), butter_mpi.CollectiveMismatchError)
+child.attempt_reconnect()
+grandchild = child.dup()
+x = memory(grandchild).put(np.zeros(8))
+plan = grandchild.plan_barrier(stream=grandchild.backend.stream)
+plan()
+grandchild.close()
+assert total(child) == 6 and total(new) == 6
 if RANK == 2:
     die()
+if RANK == 0:
+    assert lost(lone).lost_ranks == (1,)
+    assert total(lone.shrink()) == 1
+assert total(part) == 3
+part.close()
+assert lost(child).lost_ranks == (1,)
+younger = child.shrink()
+assert total(younger) == 3 and "shrink 1, dup 1, shrink 1" in repr(younger), younger
+younger.close()
 error = lost(new)
 assert error.lost_ranks == (1,) and "rank 1/3 of shrink 1 (rank 2/4 of init)" in str(error), error
 newer = new.shrink()
@@ -137,8 +161,6 @@ say(f"back {time.monotonic()} {new!r}")
 long = "x" * 100_000 + str(RANK)
 assert new.all_gather_json(long) == ["x" * 100_000 + "1", "x" * 100_000 + "2"]
 raised(lambda: new.all_gather_json("x" * (1 << 20)), ValueError)
-raised(new.dup, butter_mpi.NotSupportedError)
-assert new.is_healthy()
 error = raised(new.barrier if RANK == 1 else lambda: total(new), butter_mpi.CollectiveMismatchError)
 assert error.records.keys() == {0, 1} and "barrier #3" in error.records[0], error.records
 new.attempt_reconnect()
