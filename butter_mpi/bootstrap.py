@@ -40,6 +40,7 @@ from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
+from butter_mpi.recovery import left_alone, started_by
 from butter_mpi.sentinel.client import WATCHED, Offer, Sentinel
 from butter_mpi.sentinel.door import ALONE, Door
 from butter_mpi.sentinel.gathering import SHRINK
@@ -237,7 +238,9 @@ def _asked(
             f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but "
             "from any thread: needs SERIALIZED or higher (mpi4py's default, or mpi4py.rc.thread_level = 'serialized')"
         )
-    if settings.action == SHRINK and size > 1 and (why := no_recovery(mpi, over_mpi=settings.plane == "host")):
+    # Another rank may see the launcher; whether one does is judged later.
+    alone = left_alone(started_by()) is not False
+    if settings.action == SHRINK and size > 1 and (why := no_recovery(mpi, alone, over_mpi=settings.plane == "host")):
         failures.append(f"init: action 'shrink': {why}")
     return _Asked(settings, checked, handle, failures)
 
@@ -357,14 +360,17 @@ class _Start(Survivors):
         assert sentinel is not None
         try:
             sentinel.wait_until_ready(self._watch)
-            control = RelayedControl(sentinel)
-            report = self._compared(control, record, sentinel.look_at_start)
-            plane = self._started((control, None, None), record, self._peer_options(sentinel))
-            plane.listen_to_watcher()
-            return self._made(plane, report, record)
+            report = self._compared(RelayedControl(sentinel), record, sentinel.look_at_start)
+            return self._relayed(sentinel, report, record)
         except BaseException as error:
             self._leave(sentinel, error)
             raise
+
+    def _relayed(self, sentinel: Sentinel, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
+        """Make the communicator of ranks that talk through their watchers, once these stand."""
+        plane = self._started((RelayedControl(sentinel), None, None), record, self._peer_options(sentinel))
+        plane.listen_to_watcher()
+        return self._made(plane, report, record)
 
     def _leave(self, sentinel: Sentinel, error: BaseException) -> None:
         """Close to the watcher of a start that failed; what other ranks cannot know is told, so that they do not wait.
@@ -392,6 +398,10 @@ class _Start(Survivors):
         try:
             report = self._compared(control, record, look)
             self._refuse_without_recovery(report.plane, sentinel)
+            if sentinel is not None and self._without_mpi(report.plane, sentinel):
+                control.free()
+                sentinel.wait_until_ready(self._watch)
+                return self._relayed(sentinel, report, record)
             data = duplicate(self._comm, self._mpi, self._watch, look)
             reserve = duplicate(self._comm, self._mpi, self._watch, look)
         except (PreflightError, NotSupportedError):
