@@ -5,7 +5,7 @@ Time is what a test says that it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ class Watched:
         self.relay = Relay(ranks, named, self._begin, lambda _: None, lambda: None, self.elsewhere, number)
         node.links._hear = self._hear
 
-    def _begin(self, survivors: list[int]) -> None:
+    def _begin(self, survivors: Sequence[int]) -> None:
         new = {old: number for number, old in enumerate(survivors)}
         self.elsewhere.go_on(survivors)
         self.ranks = {new[old]: rank for old, rank in self.ranks.items() if old in new}
