@@ -132,7 +132,7 @@ class Survivors:
                 raise NotSupportedError(f"{plane.who}: shrink: {why}", needs="recovery")
             broken.stop_for_good()
             if sentinel is None or _over_mpi(on_host, sentinel):
-                made, descent = self._survive_over_mpi(broken)
+                made, descent = self._survive_over_mpi(broken, sentinel)
             else:
                 made, descent = self._survive_watched(broken, sentinel)
             broken.replace(f"{descent.name}: {ranks_text(descent.ranks)} of {descent.origin}")
@@ -213,11 +213,17 @@ class Survivors:
         text = f"{self._who}: shrink: '{error.phase}' has not come to its end within {error.elapsed:.1f} s"
         return StartTimeoutError(text, phase=error.phase, elapsed=error.elapsed)
 
-    def _survive_over_mpi(self, plane: PeerPlane) -> tuple[Communicator, Descent]:
+    def _survive_over_mpi(self, plane: PeerPlane, sentinel: Sentinel | None) -> tuple[Communicator, Descent]:
         """Go on with those that a fault-tolerant MPI says are left, anew where one is lost meanwhile."""
-        family, descent = None, self._descent
+        family, descent, stopped = None, self._descent, dict[int, str]()
+        if sentinel is not None and sentinel.sees_all:
+            # MPI waits for each that lives, and cannot be asked for whom: first the watchers see that all have come.
+            stopped = dict(sentinel.stopped)
+            answer = sentinel.reunion.gather(SHRINK, plane.sequence, plane.largest_pair, plane.start_deadline)
+            if answer["kind"] == "refused":
+                raise plane.refused(SHRINK, answer)
         while True:
-            family, ranks = plane.survivors(family)
+            family, ranks = plane.survivors(family, stopped)
             descent = descent.shrunk(ranks)
             try:
                 numbers = plane.numbers_of(family)

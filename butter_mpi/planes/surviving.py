@@ -50,13 +50,15 @@ class Surviving(Plane):
     def stop_for_good(self) -> None:
         """Stop what broke, and wait a moment for that; host memory has nothing under way by itself."""
 
-    def survivors(self, family: Any) -> tuple[Any, list[int]]:
+    def survivors(self, family: Any, stopped: Mapping[int, str]) -> tuple[Any, list[int]]:
         """Return an MPI communicator of the ranks that a fault-tolerant MPI says are left, and their numbers before.
 
         Parameters
         ----------
         family : mpi4py communicator or None
             Of which: one that an earlier call returned; ``None``: that of this communicator's ranks.
+        stopped : mapping of int to str
+            Ranks that were stopped when this began, for which MPI may wait, each with what the watcher says of it.
 
         Raises
         ------
@@ -72,13 +74,13 @@ class Surviving(Plane):
         hung = Watch(_HUNG)
 
         def look() -> None:
-            if self._sentinel is not None and self._sentinel.stopped and hung.tick():
-                raise self._hangs(hung.elapsed)
+            if (found := self._stopped(stopped)) and hung.tick():
+                raise self._hangs(hung.elapsed, found)
 
         try:
             comm = call.result(Watch(self.start_deadline), SHRINK, look)
         except Overdue as error:
-            raise self._hangs(error.elapsed) from error
+            raise self._hangs(error.elapsed, self._stopped(stopped)) from error
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm, list(self._mpi.Group.Translate_ranks(comm.group, list(range(comm.size)), family.group))
 
@@ -95,8 +97,11 @@ class Surviving(Plane):
         wait(ticket, Watch(self.start_deadline), "agreeing on the sequence")
         return int(every[0]), int(every[1])
 
-    def _hangs(self, seconds: float) -> CollectiveTimeoutError:
-        stopped = {} if self._sentinel is None else dict(self._sentinel.stopped)
+    def _stopped(self, before: Mapping[int, str]) -> dict[int, str]:
+        """Return the ranks that are stopped; those that the watchers left out are none to them any more."""
+        return {**before} or ({} if self._sentinel is None else dict(self._sentinel.stopped))
+
+    def _hangs(self, seconds: float, stopped: Mapping[int, str]) -> CollectiveTimeoutError:
         why = f"{'; '.join(stopped.values())}. {_DETECTOR}" if stopped else _TOGETHER
         return CollectiveTimeoutError(
             f"{self.who}: shrink: MPI_Comm_shrink has not come back within {seconds:.1f} s: {why}",

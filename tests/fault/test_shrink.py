@@ -230,6 +230,36 @@ say(f"back {time.monotonic()} {last!r}")
 last.close()
 """
 
+# Over MPI: who does not come is named, and can come later.
+NOT_CALLED_HOST = """
+from helpers.standin_rank import until
+comm = start(seconds=2)
+assert total(comm) == 6
+if RANK == 2:
+    die()
+lost(comm)
+if RANK == 0:
+    error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
+    assert error.lost_ranks == (1,) and "from rank 1/3 on" in str(error) and "it has not called it" in str(error), error
+    open("named", "w").close()
+assert until(lambda: os.path.exists("named"))
+new = comm.shrink()
+assert total(new) == 3 and "shrink 1 " in repr(new), new
+new.close()
+"""
+OTHER_CALL_HOST = """
+comm = start()
+raised(comm.barrier if RANK else lambda: total(comm), butter_mpi.CollectiveMismatchError)
+began = time.monotonic()
+error = raised(comm.attempt_reconnect if RANK else comm.shrink, butter_mpi.CommunicatorBrokenError)
+assert "rank 0 called shrink(); rank 1 called attempt_reconnect(). All must call the same" in str(error), error
+assert time.monotonic() - began < 5
+comm.attempt_reconnect()
+assert total(comm) == 3
+comm.close()
+say("done")
+"""
+
 # Its own detector is off, so MPI waits for a rank that is stopped.
 STOPPED_HOST = """
 comm = start()
@@ -331,6 +361,8 @@ def jobs() -> Iterator[dict[str, Job]]:
     programs: dict[str, tuple[int, str, dict[str, Any]]] = {
         "not called": (3, NOT_CALLED, watched),
         "other call": (2, OTHER_CALL, watched),
+        "not called over mpi": (3, NOT_CALLED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
+        "other call over mpi": (2, OTHER_CALL_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "stopped": (3, STOPPED, watched),
         "stopped host": (3, STOPPED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "nodes": (3, NODES, {"env": nccl, **ULFM}),
@@ -387,7 +419,9 @@ def test_nodes_go_on_over_mpi(jobs: dict[str, Job]) -> None:
     assert all(result.rank_out[rank].endswith("leaves with 0\n") for rank in (0, 2)), result.text
 
 
-@pytest.mark.parametrize(("name", "survivors"), [("not called", [0, 1]), ("stopped", [0, 2])])
+@pytest.mark.parametrize(
+    ("name", "survivors"), [("not called", [0, 1]), ("not called over mpi", [0, 1]), ("stopped", [0, 2])]
+)
 def test_ranks_that_do_not_come(name: str, survivors: list[int], jobs: dict[str, Job]) -> None:
     """A rank that lives is waited for, and named at the deadline; one that is stopped is left out, and harms nobody."""
     result = jobs[name].wait()
@@ -401,9 +435,10 @@ def test_a_stopped_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> Non
     assert all("named\n" in result.rank_out[rank] for rank in (0, 2)), result.text
 
 
-def test_different_calls_are_told_at_once(jobs: dict[str, Job]) -> None:
+@pytest.mark.parametrize("name", ["other call", "other call over mpi"])
+def test_different_calls_are_told_at_once(name: str, jobs: dict[str, Job]) -> None:
     """Where one rank shrinks and another reconnects, each is told who did what, and all can do the same then."""
-    result = jobs["other call"].wait()
+    result = jobs[name].wait()
     assert result.rc == 0 and all(out.endswith("done\n") for out in result.rank_out), result.text
 
 
