@@ -23,6 +23,7 @@ __all__ = ["Surviving"]
 _HUNG = 3.0
 _DETECTOR = "MPI takes a rank that is stopped for lost only with mpirun --mca mpi_ft_detector true ..."
 _TOGETHER = "every rank that lives must call shrink() together"
+_CAME = "every rank that lives has called it, so MPI itself hangs; only a new job helps"
 
 
 class Surviving(Plane):
@@ -101,8 +102,12 @@ class Surviving(Plane):
         """Return the ranks that are stopped; those that the watchers left out are none to them any more."""
         return {**before} or ({} if self._sentinel is None else dict(self._sentinel.stopped))
 
+    @property
+    def _awaited(self) -> str:
+        return _CAME if self._sentinel is not None and self._sentinel.sees_all else _TOGETHER
+
     def _hangs(self, seconds: float, stopped: Mapping[int, str]) -> CollectiveTimeoutError:
-        why = f"{'; '.join(stopped.values())}. {_DETECTOR}" if stopped else _TOGETHER
+        why = f"{'; '.join(stopped.values())}. {_DETECTOR}" if stopped else self._awaited
         return CollectiveTimeoutError(
             f"{self.who}: shrink: MPI_Comm_shrink has not come back within {seconds:.1f} s: {why}",
             lost_ranks=tuple(stopped),
