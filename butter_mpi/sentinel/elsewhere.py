@@ -24,10 +24,12 @@ class Elsewhere:
         Of each node, in order, its host and the first numbers of its ranks.
     size : int
         How many ranks there are.
+    me : int
+        This node.
     """
 
-    def __init__(self, links: Links, nodes: Sequence[tuple[str, Sequence[int]]], size: int) -> None:
-        self.links = links
+    def __init__(self, links: Links, nodes: Sequence[tuple[str, Sequence[int]]], size: int, me: int) -> None:
+        self.links, self._me = links, me
         self._hosts = [host for host, _ in nodes]
         self._node_of = {first: node for node, (_, ranks) in enumerate(nodes) for first in ranks}
         self._number(range(size))
@@ -110,12 +112,15 @@ class Elsewhere:
 
     @property
     def decides(self) -> int | None:
-        """The node whose watcher has ranks agree: the first hub that has a rank which has not died, and is heard."""
+        """The node whose watcher has ranks agree; ``None``: there is none, or it is not heard.
+
+        The first hub that has a rank which has not died, and is heard; or the one node that has such a rank at all.
+        """
         dead = self._dead_here | self._said["gone"].keys()
-        for node in range(HUBS):
-            if any(first not in dead for first in self._of_node.get(node, ())) and not self.links.away(node):
-                return node
-        return None
+        living = [node for node, firsts in self._of_node.items() if any(first not in dead for first in firsts)]
+        if living == [self._me]:
+            return self._me
+        return next((node for node in sorted(living) if node < HUBS and not self.links.away(node)), None)
 
     def go_on(self, survivors: Sequence[int]) -> None:
         """Give new numbers to the ranks that go on, in the order in which their old ones are given."""

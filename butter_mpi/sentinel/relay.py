@@ -29,6 +29,8 @@ LETTER_BYTES = 48 << 10
 """The longest body of a letter, as JSON."""
 _MOST_UNSENT = 1024
 _MOST_EARLY = 4096
+# What is known elsewhere of the dead is known here by then.
+_NEWS = 1.0
 _MOST_TOLD, _LONGEST_TOLD, _SHORT_TOLD, _LONGEST_TEXT, _MOST_LOST = 8, 1000, 100, 8000, 100
 
 
@@ -97,6 +99,7 @@ class Relay:
         self._ranks, self._name, self._begin, self._judge = ranks, name, begin, judge
         self._tell_lost, self._elsewhere, self._me = tell_lost, elsewhere, me
         self._generation = self._turn = 0
+        self._undecided = 0.0
         self._mail = Mail(me, elsewhere.links.carry, self._take_letter)
         self._early: list[dict[str, Any]] = []
         self._forget()
@@ -204,9 +207,10 @@ class Relay:
         decides = self._elsewhere.decides
         if self._elsewhere.several:
             self._show(bool(passed))
+        self._undecided = self._undecided + passed if decides is None and self._own.come else 0.0
         if decides == self._me:
             self._decide(passed)
-        elif decides is None and self._own.come:
+        elif self._undecided >= _NEWS:
             self._give_up()
 
     def _show(self, again: bool) -> None:
@@ -287,7 +291,7 @@ class Relay:
 
     def _give_up(self) -> None:
         """Refuse where nobody is heard who could decide."""
-        text = "the first two hosts, whose watchers have ranks agree, cannot be reached from here; others may go on"
+        text = "the first two hosts, whose watchers have ranks agree, have no rank left or cannot be reached from here"
         told = {"error": "PeerLostError", "text": text, "lost": [], "alone": True}
         self._decline({"spans": spans(sorted(self._own.come)), **told})
 

@@ -111,7 +111,7 @@ class Watcher:
         self._far_missed = 0.0
         self._links = Links(config["links"], self._hear_far, self._accuse_far)
         me, nodes = config["links"]["me"], config["links"]["nodes"]
-        self._elsewhere = Elsewhere(self._links, nodes, len(self._descent.ranks))
+        self._elsewhere = Elsewhere(self._links, nodes, len(self._descent.ranks), me)
         self._relay = Relay(
             lambda: self._ranks, self._name, self._begin, self._judge, self._tell_lost, self._elsewhere, me
         )

@@ -29,7 +29,7 @@ class Watched:
         self.everyone = [FakeRank(2 * number), FakeRank(2 * number + 1)]
         self.ranks = {rank.number: rank for rank in self.everyone}
         hosts = [(f"n{one}", [2 * one, 2 * one + 1]) for one in range(count)]
-        self.elsewhere = Elsewhere(node.links, hosts, 2 * count)
+        self.elsewhere = Elsewhere(node.links, hosts, 2 * count, number)
         ranks: Any = lambda: self.ranks  # noqa: E731
         named: Any = lambda one: f"rank {one}"  # noqa: E731
         self.relay = Relay(ranks, named, self._begin, lambda _: None, lambda: None, self.elsewhere, number)
@@ -154,9 +154,28 @@ def test_a_part_with_neither_hub_is_refused(world: World) -> None:
     world.net.cut(1, 2)
     for watcher in world.watchers:
         watcher.call()
-    world.pass_time(SILENCE)
+    world.pass_time(SILENCE + 1)
     assert world.going() == [[0, 1, 2, 3]]
     assert all(told["kind"] == "refused" and told["alone"] for told in world.watchers[2].answers())
+
+
+@nodes(4)
+def test_without_a_rank_on_either_hub_only_one_host_goes_on(world: World) -> None:
+    """Where the dead are known to be dead, and those that live are on one host; on two nobody would link these."""
+    for watcher in world.watchers[:2]:
+        watcher.die(0)
+        watcher.die(1)
+    for watcher in world.watchers[2:]:
+        watcher.call()
+    world.pass_time(2)
+    assert world.going() == []
+    for told in world.watchers[2].answers():
+        assert told["kind"] == "refused" and "have no rank left" in told["text"], told
+    world.watchers[2].die(0)
+    world.watchers[2].die(1)
+    world.watchers[3].call()
+    world.pass_time(1)
+    assert world.going() == [[6, 7]]
 
 
 @nodes(3)

@@ -39,7 +39,7 @@ class Node:
         named: Any = lambda number: f"rank {number}/{size}"  # noqa: E731
         ranks: Any = lambda: self.ranks  # noqa: E731
         links: Any = Links(ALONE, lambda *_: None, lambda *_: None)
-        self.elsewhere = Elsewhere(links, ALONE["nodes"], size)
+        self.elsewhere = Elsewhere(links, ALONE["nodes"], size, 0)
         self.relay = Relay(ranks, named, self._begin, self.verdicts.append, lambda: None, self.elsewhere, 0)
 
     def _begin(self, survivors: Sequence[int]) -> None:
