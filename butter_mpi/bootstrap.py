@@ -40,17 +40,22 @@ from butter_mpi.planes.host import HostPlane
 from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
+from butter_mpi.recovery import left_alone, started_by
 from butter_mpi.sentinel.client import WATCHED, Offer, Sentinel
 from butter_mpi.sentinel.door import ALONE, Door
 from butter_mpi.sentinel.gathering import SHRINK
+from butter_mpi.sentinel.relayed import RelayedControl
 from butter_mpi.settings import FaultPolicy, Settings
-from butter_mpi.survivors import Survivors, no_recovery
+from butter_mpi.survivors import Numbers, Survivors, no_recovery
 
 __all__ = ["abort_job", "init", "start_deadline"]
 
 _LOG = logging.getLogger("butter_mpi")
 _WORD_SECONDS = 0.5
 _STARTS = itertools.count(1)
+
+Gather = Callable[[bytes, str], list[bytes]]
+"""Gives a payload of this rank to every rank of a start, in the step that is named, and returns theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +238,9 @@ def _asked(
             f"MPI runs at thread level {names.get(level, level)}; butter_mpi calls it from one thread at a time, but "
             "from any thread: needs SERIALIZED or higher (mpi4py's default, or mpi4py.rc.thread_level = 'serialized')"
         )
-    if settings.action == SHRINK and size > 1 and (why := no_recovery(mpi, over_mpi=settings.plane == "host")):
+    # Another rank may see the launcher; whether one does is judged later.
+    alone = left_alone(started_by()) is not False
+    if settings.action == SHRINK and size > 1 and (why := no_recovery(mpi, alone, over_mpi=settings.plane == "host")):
         failures.append(f"init: action 'shrink': {why}")
     return _Asked(settings, checked, handle, failures)
 
@@ -242,9 +249,15 @@ class _Start(Survivors):
     """The steps of one start, under one deadline."""
 
     def __init__(
-        self, comm: Any, mpi: Any, asked: _Asked, descent: Descent, look: Callable[[], None] = lambda: None
+        self,
+        comm: Any,
+        mpi: Any,
+        asked: _Asked,
+        descent: Descent,
+        look: Callable[[], None] = lambda: None,
+        gather: Gather | None = None,
     ) -> None:
-        self._comm, self._mpi, self._asked = comm, mpi, asked
+        self._comm, self._mpi, self._asked, self._gather = comm, mpi, asked, gather
         self._settings = asked.settings
         self._watch, self._look = Watch(asked.settings.start_deadline), look
         self._descent, self._lonely = descent, False
@@ -326,14 +339,38 @@ class _Start(Survivors):
             raise StartError(f"{self._who}: start: {error.message}", phase="device") from None
 
     def _connect(self, record: dict[str, Any]) -> Communicator:
+        if self._gather is not None:
+            return self._connect_relayed(record, self._gather)
         control = Control(duplicate(self._comm, self._mpi, self._watch, self._look), self._mpi)
-        sentinel = self._sentinel(control)
+
+        def gather(payload: bytes, phase: str) -> list[bytes]:
+            return control.all_gather_any(payload, self._watch, phase, self._look)
+
+        sentinel = self._sentinel(gather)
         try:
             return self._connect_watched(record, control, sentinel)
         except BaseException as error:
             if sentinel is not None:
                 self._leave(sentinel, error)
             raise
+
+    def _connect_relayed(self, record: dict[str, Any], gather: Gather) -> Communicator:
+        """Start without MPI: what ranks tell one another goes through watchers of their own."""
+        sentinel = self._sentinel(gather)
+        assert sentinel is not None
+        try:
+            sentinel.wait_until_ready(self._watch)
+            report = self._compared(RelayedControl(sentinel), record, sentinel.look_at_start)
+            return self._relayed(sentinel, report, record)
+        except BaseException as error:
+            self._leave(sentinel, error)
+            raise
+
+    def _relayed(self, sentinel: Sentinel, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
+        """Make the communicator of ranks that talk through their watchers, once these stand."""
+        plane = self._started((RelayedControl(sentinel), None, None), record, self._peer_options(sentinel))
+        plane.listen_to_watcher()
+        return self._made(plane, report, record)
 
     def _leave(self, sentinel: Sentinel, error: BaseException) -> None:
         """Close to the watcher of a start that failed; what other ranks cannot know is told, so that they do not wait.
@@ -361,6 +398,10 @@ class _Start(Survivors):
         try:
             report = self._compared(control, record, look)
             self._refuse_without_recovery(report.plane, sentinel)
+            if sentinel is not None and self._without_mpi(report.plane, sentinel):
+                control.free()
+                sentinel.wait_until_ready(self._watch)
+                return self._relayed(sentinel, report, record)
             data = duplicate(self._comm, self._mpi, self._watch, look)
             reserve = duplicate(self._comm, self._mpi, self._watch, look)
         except (PreflightError, NotSupportedError):
@@ -392,21 +433,22 @@ class _Start(Survivors):
             raise
         return plane
 
-    def _sentinel(self, control: Control) -> Sentinel | None:
+    def _sentinel(self, gather: Gather) -> Sentinel | None:
         """Join the watcher of this node, which one of its ranks starts; every rank of the job calls this."""
         settings = self._settings
         offer = Offer(
             settings.watch, settings.collective_deadline, settings.verdict_file or "", settings.recorder_file or ""
         )
-        said = control.all_gather_any(offer.payload(), self._watch, "agreeing on the watchers", self._look)
-        every = [json.loads(one) for one in said]
+        every = [json.loads(one) for one in gather(offer.payload(), "agreeing on the watchers")]
         if any(one["watch"] == "off" for one in every):
             # Where they differ, preflight says so.
             offer.close()
             return None
         door = Door(every, self._comm.rank, settings.watch_interface, settings.start_deadline)
         try:
-            alone = not door.needed or any(one["watch"] == "node" for one in every)
+            linked = door.needed and all(one["watch"] != "node" for one in every)
+            # Where parts of a communicator meet together, others may have links.
+            links = self._links(door, gather) if linked or self._gather is not None else ALONE
             return Sentinel(
                 offer,
                 every,
@@ -415,7 +457,7 @@ class _Start(Survivors):
                 start_deadline=settings.start_deadline,
                 frozen=settings.watch != "debugger",
                 file=settings.verdict_file or "",
-                links=ALONE if alone else self._links(door, control),
+                links=links if linked else ALONE,
             )
         except BaseException:
             offer.close()
@@ -423,10 +465,9 @@ class _Start(Survivors):
         finally:
             door.close()
 
-    def _links(self, door: Door, control: Control) -> dict[str, Any]:
+    def _links(self, door: Door, gather: Gather) -> dict[str, Any]:
         """Return what the watcher of this node is told of those of the others; every rank of the job calls this."""
-        said = control.all_gather_any(door.payload(), self._watch, "agreeing on the links of the watchers", self._look)
-        every = [json.loads(one) for one in said]
+        every = [json.loads(one) for one in gather(door.payload(), "agreeing on the links of the watchers")]
         if refusal := door.refusal(every):
             raise StartError(f"{self._who}: start: {refusal}", phase="watcher")
         return door.config(every)
@@ -494,7 +535,14 @@ class _Start(Survivors):
     ) -> Communicator | None:
         """Make the communicator of a part of the ranks of `plane`, by the steps of every start."""
         key = ranks.index(plane.rank()) if color is not None else 0
-        comm = plane.divide(what, color, key) if isinstance(plane, PeerPlane) else self._mpi.COMM_SELF
+        gather: Gather | None = None
+        if isinstance(plane, PeerPlane) and plane.relayed:
+            gather = _through(plane, what, ranks)
+            if len(ranks) < 2:
+                _let_others_meet(gather)
+            comm = Numbers(key, len(ranks))
+        else:
+            comm = plane.divide(what, color, key) if isinstance(plane, PeerPlane) else self._mpi.COMM_SELF
         if color is None:
             return None
         settings = replace(
@@ -505,7 +553,8 @@ class _Start(Survivors):
         asked, descent = replace(self._asked, settings=settings, plan=None), self._descent.child(name, ranks)
         try:
             with ENDING.starting():
-                made = _Start(comm, self._mpi, asked, descent, lambda: plane.health.check(plane.who, what)).run()
+                look = lambda: plane.health.check(plane.who, what)  # noqa: E731
+                made = _Start(comm, self._mpi, asked, descent, look, gather).run()
         except PreflightError:
             self._free(comm)
             raise
@@ -518,8 +567,24 @@ class _Start(Survivors):
         return made
 
     def _free(self, comm: Any) -> None:
-        if comm != self._mpi.COMM_SELF:
+        if not isinstance(comm, Numbers) and comm != self._mpi.COMM_SELF:
             comm.Free()
+
+
+def _through(plane: Plane, what: str, ranks: Sequence[int]) -> Gather:
+    """Return the exchange of a part of the ranks of a plane, in which all of its parts meet together."""
+
+    def gather(payload: bytes, _phase: str) -> list[bytes]:
+        every = plane._exchanged(what, payload)
+        return [every[rank] for rank in ranks]
+
+    return gather
+
+
+def _let_others_meet(gather: Gather) -> None:
+    """Take part in what the ranks of other parts exchange in their starts."""
+    for _ in range(2):
+        gather(b"", "")
 
 
 def _wait_for_word(plane: Plane, what: str) -> None:

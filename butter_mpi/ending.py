@@ -153,7 +153,8 @@ class Ending:
         """Yield what has not come to its end, and never will."""
         for text in client.deaths():
             yield f"leaving: MPI would wait for a rank that is lost: {text}"
-        if unfinished() and not self._shrunk:
+        # After a loss even a question to MPI can end this process.
+        if not self._shrunk and unfinished():
             yield "leaving: MPI would wait for data of an operation that broke"
         # Communicators that are being closed, and use the device, until their peers have said that they close too.
         yield from wait_for_all(_DETACHED_SECONDS, _listen)

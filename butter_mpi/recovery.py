@@ -9,7 +9,7 @@ from pathlib import Path
 
 from butter_mpi.launch import LaunchInfo, mpi_family
 
-__all__ = ["cannot_recover", "fault_tolerant", "leaves_survivors", "started_by"]
+__all__ = ["cannot_recover", "fault_tolerant", "leaves_survivors", "left_alone", "started_by"]
 
 _KEEPS_SURVIVORS = ("--enable-recovery", "--continuous")
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prun", "orterun")
@@ -49,7 +49,24 @@ def leaves_survivors(env: Mapping[str, str], ancestors: Sequence[Sequence[str]])
     bool
         Whether it was.
     """
-    return fault_tolerant(env) or _told_so(_of_launchers(ancestors))
+    return fault_tolerant(env) or bool(left_alone(ancestors))
+
+
+def left_alone(ancestors: Sequence[Sequence[str]]) -> bool | None:
+    """Return whether Open MPI's launcher was told to leave survivors alone, as far as this process can see.
+
+    Parameters
+    ----------
+    ancestors : sequence of sequence of str
+        As :func:`started_by` returns them.
+
+    Returns
+    -------
+    bool or None
+        ``None``: no launcher is seen, as it runs on another node.
+    """
+    lines = _of_launchers(ancestors)
+    return any(word in _KEEPS_SURVIVORS for line in lines for word in line) if lines else None
 
 
 def started_by() -> list[list[str]]:
@@ -74,7 +91,7 @@ def _command_lines() -> Iterator[str]:
 
 
 def cannot_recover(
-    info: LaunchInfo, mpi_library: str, env: Mapping[str, str], ancestors: Sequence[Sequence[str]], *, over_mpi: bool
+    info: LaunchInfo, mpi_library: str, env: Mapping[str, str], alone: bool | None, *, over_mpi: bool
 ) -> str:
     """Return why the ranks of this job cannot go on after they have lost one, with the remedy; empty: they can.
 
@@ -86,8 +103,8 @@ def cannot_recover(
         What ``MPI_Get_library_version`` says.
     env : mapping of str to str
         The C environment.
-    ancestors : sequence of sequence of str
-        As :func:`started_by` returns them.
+    alone : bool or None
+        As :func:`left_alone` returns it, for whichever rank sees the launcher.
     over_mpi : bool
         Whether the data goes over MPI, which must then go on without the rank.
 
@@ -107,7 +124,7 @@ def cannot_recover(
         return _under_slurm(family, env)
     if info.launcher != "openmpi":
         return ""
-    return _under_mpirun(ancestors)
+    return "" if alone else _under_mpirun(seen=alone is not None)
 
 
 def _under_slurm(family: str, env: Mapping[str, str]) -> str:
@@ -122,14 +139,7 @@ def _of_launchers(ancestors: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return [line for line in ancestors if line and os.path.basename(line[0]) in _LAUNCHERS]
 
 
-def _told_so(lines: Sequence[Sequence[str]]) -> bool:
-    return any(word in _KEEPS_SURVIVORS for line in lines for word in line)
-
-
-def _under_mpirun(ancestors: Sequence[Sequence[str]]) -> str:
-    lines = _of_launchers(ancestors)
-    if _told_so(lines):
-        return ""
-    if lines:
+def _under_mpirun(*, seen: bool) -> str:
+    if seen:
         return f"mpirun of Open MPI ends every rank of a job that has lost one, unless told otherwise; {_USE}"
-    return f"mpirun is not seen from here, so whether it leaves survivors alone cannot be told; {_ULFM}"
+    return f"mpirun is seen from no rank, so whether it leaves survivors alone cannot be told; {_ULFM}"

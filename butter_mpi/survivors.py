@@ -1,6 +1,6 @@
 """Back to work after a loss: from a broken communicator to one of the ranks that are left.
 
-Where the watcher of their node sees all ranks, nothing here needs MPI, which most launchers leave unusable then: the
+Where the watchers of their nodes see all ranks, nothing here needs MPI, which most launchers leave unusable then: the
 watcher says who is left, and what a start exchanges goes through it. Else a fault-tolerant MPI makes the communicator
 that a start begins with.
 """
@@ -25,26 +25,28 @@ from butter_mpi.planes.base import Plane
 from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.preflight import PreflightReport
-from butter_mpi.recovery import cannot_recover, fault_tolerant, started_by
+from butter_mpi.recovery import cannot_recover, fault_tolerant, left_alone, started_by
 from butter_mpi.sentinel.client import WATCHED, Sentinel
 from butter_mpi.sentinel.gathering import SHRINK
 from butter_mpi.sentinel.relayed import RelayedControl
 
-__all__ = ["GO_ON", "Survivors", "no_recovery"]
+__all__ = ["GO_ON", "Numbers", "Survivors", "no_recovery"]
 
 GO_ON = "Survivors go on with comm.shrink(), called by every rank that lives"
 """What whoever asked for it in the start is told where ranks are lost."""
 _WORD_SECONDS = 0.5
-_NODE = "the node of all"
+_ONE_NODE = "the node of all"
 
 
-def no_recovery(mpi: Any, *, over_mpi: bool) -> str:
+def no_recovery(mpi: Any, alone: bool | None, *, over_mpi: bool) -> str:
     """Return why survivors of this job cannot go on; empty: they can.
 
     Parameters
     ----------
     mpi : module
         ``mpi4py.MPI``.
+    alone : bool or None
+        Whether the launcher leaves survivors alone, by what some rank sees of it.
     over_mpi : bool
         Whether data goes over MPI.
 
@@ -54,11 +56,11 @@ def no_recovery(mpi: Any, *, over_mpi: bool) -> str:
         A cause and a remedy.
     """
     env = c_environment()
-    return cannot_recover(read_launch(env), mpi.Get_library_version(), env, started_by(), over_mpi=over_mpi)
+    return cannot_recover(read_launch(env), mpi.Get_library_version(), env, alone, over_mpi=over_mpi)
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class Numbers:
     """A rank and a number of ranks, where there is no MPI communicator that says so."""
 
     rank: int
@@ -66,8 +68,8 @@ class _Numbers:
 
 
 def _over_mpi(on_host: bool, sentinel: Sentinel | None) -> bool:
-    """Whether survivors agree and go on over MPI, and not through the watcher, which sees the ranks of its node."""
-    return on_host or sentinel is None or not sentinel.alone_on
+    """Whether survivors agree and go on over MPI, and not through their watchers, which see all ranks."""
+    return on_host or sentinel is None or not sentinel.sees_all
 
 
 class Survivors:
@@ -95,16 +97,24 @@ class Survivors:
         if self._settings.action == SHRINK and (why := self._cannot_shrink(plane == "host", sentinel)):
             raise NotSupportedError(f"{self._who}: start: action 'shrink': {why}", needs="recovery")
 
+    def _without_mpi(self, plane: str, sentinel: Sentinel) -> bool:
+        """Whether MPI is used in the start only, as survivors shall go on, and may not without.
+
+        Open MPI ends a rank that is in any call of MPI while a TCP connection to a rank of another host breaks.
+        """
+        return self._settings.action == SHRINK and not _over_mpi(plane == "host", sentinel)
+
     def _cannot_shrink(self, on_host: bool, sentinel: Sentinel | None) -> str:
         """Return why survivors cannot go on, with the remedy; empty: they can."""
         if _over_mpi(on_host, sentinel) and not on_host and not fault_tolerant(c_environment()):
             if sentinel is None:
                 return "ranks agree on who goes on through the watcher, and watch is 'off'; leave it on"
             return (
-                "ranks are on several nodes, whose watchers do not agree with one another on who goes on; start the "
-                "job on one node, or with Open MPI 5 and its fault tolerance: mpirun --with-ft ulfm ..."
+                "ranks are on several nodes, whose watchers are not linked, as watch is 'node'; set watch='on', or "
+                "start the job with Open MPI 5 and its fault tolerance: mpirun --with-ft ulfm ..."
             )
-        return no_recovery(self._mpi, over_mpi=on_host)
+        alone = left_alone(started_by()) if sentinel is None else sentinel.left_alone
+        return no_recovery(self._mpi, alone, over_mpi=on_host)
 
     def _remark(self, lost: Sequence[int]) -> str:
         """Return what the loss of ranks means for other communicators, and for whoever wants to go on."""
@@ -122,7 +132,7 @@ class Survivors:
                 raise NotSupportedError(f"{plane.who}: shrink: {why}", needs="recovery")
             broken.stop_for_good()
             if sentinel is None or _over_mpi(on_host, sentinel):
-                made, descent = self._survive_over_mpi(broken)
+                made, descent = self._survive_over_mpi(broken, sentinel)
             else:
                 made, descent = self._survive_watched(broken, sentinel)
             broken.replace(f"{descent.name}: {ranks_text(descent.ranks)} of {descent.origin}")
@@ -140,19 +150,19 @@ class Survivors:
             raise ValueError(f"{plane.who}: shrink: one rank alone loses no other")
         return plane
 
-    def _start_of(self, plane: Plane, descent: Descent, comm: Any) -> Self:
+    def _start_of(self, plane: Plane, descent: Descent, comm: Any, nodes: Sequence[str]) -> Self:
         """Return the start of those that go on: as the broken one was asked for, but for what it was planned to do."""
         settings = replace(
             self._settings,
             plane="nccl" if plane.on_device else "host",
-            require_transport=applicable(self._settings.require_transport, [_NODE] * comm.size),
+            require_transport=applicable(self._settings.require_transport, nodes),
         )
         make: Any = type(self)
         made: Self = make(comm, self._mpi, replace(self._asked, settings=settings, plan=None), descent)
         return made
 
     def _survive_watched(self, plane: PeerPlane, sentinel: Sentinel) -> tuple[Communicator, Descent]:
-        """Go on with those of this node that its watcher says are left, anew where one is lost meanwhile."""
+        """Go on with those that the watchers say are left, anew where one is lost meanwhile."""
         sequence, pairs = plane.sequence, plane.largest_pair
         while True:
             answer = sentinel.reunion.gather(SHRINK, sequence, pairs, plane.start_deadline)
@@ -160,7 +170,8 @@ class Survivors:
                 raise plane.refused(SHRINK, answer)
             sequence, pairs, descent = answer["sequence"], answer["pairs"], sentinel.descent
             sentinel.resume(sequence, pairs)
-            start = self._start_of(plane, descent, _Numbers(sentinel.rank, len(descent.ranks)))
+            numbers = Numbers(sentinel.rank, len(descent.ranks))
+            start = self._start_of(plane, descent, numbers, sentinel.nodes)
             try:
                 return start._go_on(sentinel, sequence, pairs), descent
             except (StartError, Overdue) as error:
@@ -202,15 +213,21 @@ class Survivors:
         text = f"{self._who}: shrink: '{error.phase}' has not come to its end within {error.elapsed:.1f} s"
         return StartTimeoutError(text, phase=error.phase, elapsed=error.elapsed)
 
-    def _survive_over_mpi(self, plane: PeerPlane) -> tuple[Communicator, Descent]:
+    def _survive_over_mpi(self, plane: PeerPlane, sentinel: Sentinel | None) -> tuple[Communicator, Descent]:
         """Go on with those that a fault-tolerant MPI says are left, anew where one is lost meanwhile."""
-        family, descent = None, self._descent
+        family, descent, stopped = None, self._descent, dict[int, str]()
+        if sentinel is not None and sentinel.sees_all:
+            # MPI waits for each that lives, and cannot be asked for whom: first the watchers see that all have come.
+            stopped = dict(sentinel.stopped)
+            answer = sentinel.reunion.gather(SHRINK, plane.sequence, plane.largest_pair, plane.start_deadline)
+            if answer["kind"] == "refused":
+                raise plane.refused(SHRINK, answer)
         while True:
-            family, ranks = plane.survivors(family)
+            family, ranks = plane.survivors(family, stopped)
             descent = descent.shrunk(ranks)
             try:
                 numbers = plane.numbers_of(family)
-                made = self._start_of(plane, descent, family).run_after_loss()
+                made = self._start_of(plane, descent, family, [_ONE_NODE] * family.size).run_after_loss()
             except (StartError, Overdue, self._mpi.Exception) as error:
                 watched = isinstance(error, StartError) and error.phase == WATCHED
                 if not watched and not self._lost_another(family):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.control import Control, Duplicate, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.detached import Detached
-from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, NotSupportedError, PeerLostError
+from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
@@ -95,6 +95,11 @@ class PeerPlane(Surviving):
         sweep()
 
     # -- the watcher -------------------------------------------------------------------------------------------------
+
+    @property
+    def relayed(self) -> bool:
+        """Whether ranks tell one another through their watchers, as others were lost, and no MPI is used."""
+        return isinstance(self._control, RelayedControl)
 
     @property
     def _judged(self) -> bool:
@@ -240,7 +245,7 @@ class PeerPlane(Surviving):
 
     def all_gather_json(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, as ``Submitting`` says; what the watcher carries is bounded."""
-        if isinstance(self._control, RelayedControl) and len(payload) > MOST_BYTES:
+        if self.relayed and len(payload) > MOST_BYTES:
             raise ValueError(
                 f"{self.who}: all_gather_json: {len(payload)} bytes; after a shrink the watcher carries it, at most "
                 f"{MOST_BYTES}"
@@ -278,15 +283,7 @@ class PeerPlane(Surviving):
         ------
         CollectiveTimeoutError, CommunicatorBrokenError
             It did not come back, or a rank ended in it: this communicator is poisoned.
-        NotSupportedError
-            There is no MPI after a shrink.
         """
-        if self._data is None:
-            raise NotSupportedError(
-                f"{self.who}: {what} needs MPI, which is not used any more after a shrink: make the parts before, or "
-                "start a new job",
-                needs="MPI",
-            )
         record = control_signature(what, self.sequence, call_site())
         given = self._mpi.UNDEFINED if color is None else color
         with self._poisoning(record):
@@ -394,7 +391,7 @@ class PeerPlane(Surviving):
 
     def _reconnect(self) -> None:
         self._refuse_unwatched()
-        if isinstance(self._control, RelayedControl):
+        if self.relayed:
             self._reconnect_relayed()
         else:
             self._reconnect_over_mpi()

@@ -23,6 +23,7 @@ __all__ = ["Surviving"]
 _HUNG = 3.0
 _DETECTOR = "MPI takes a rank that is stopped for lost only with mpirun --mca mpi_ft_detector true ..."
 _TOGETHER = "every rank that lives must call shrink() together"
+_CAME = "every rank that lives has called it, so MPI itself hangs; only a new job helps"
 
 
 class Surviving(Plane):
@@ -50,13 +51,15 @@ class Surviving(Plane):
     def stop_for_good(self) -> None:
         """Stop what broke, and wait a moment for that; host memory has nothing under way by itself."""
 
-    def survivors(self, family: Any) -> tuple[Any, list[int]]:
+    def survivors(self, family: Any, stopped: Mapping[int, str]) -> tuple[Any, list[int]]:
         """Return an MPI communicator of the ranks that a fault-tolerant MPI says are left, and their numbers before.
 
         Parameters
         ----------
         family : mpi4py communicator or None
             Of which: one that an earlier call returned; ``None``: that of this communicator's ranks.
+        stopped : mapping of int to str
+            Ranks that were stopped when this began, for which MPI may wait, each with what the watcher says of it.
 
         Raises
         ------
@@ -72,13 +75,13 @@ class Surviving(Plane):
         hung = Watch(_HUNG)
 
         def look() -> None:
-            if self._sentinel is not None and self._sentinel.stopped and hung.tick():
-                raise self._hangs(hung.elapsed)
+            if (found := self._stopped(stopped)) and hung.tick():
+                raise self._hangs(hung.elapsed, found)
 
         try:
             comm = call.result(Watch(self.start_deadline), SHRINK, look)
         except Overdue as error:
-            raise self._hangs(error.elapsed) from error
+            raise self._hangs(error.elapsed, self._stopped(stopped)) from error
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm, list(self._mpi.Group.Translate_ranks(comm.group, list(range(comm.size)), family.group))
 
@@ -95,9 +98,16 @@ class Surviving(Plane):
         wait(ticket, Watch(self.start_deadline), "agreeing on the sequence")
         return int(every[0]), int(every[1])
 
-    def _hangs(self, seconds: float) -> CollectiveTimeoutError:
-        stopped = {} if self._sentinel is None else dict(self._sentinel.stopped)
-        why = f"{'; '.join(stopped.values())}. {_DETECTOR}" if stopped else _TOGETHER
+    def _stopped(self, before: Mapping[int, str]) -> dict[int, str]:
+        """Return the ranks that are stopped; those that the watchers left out are none to them any more."""
+        return {**before} or ({} if self._sentinel is None else dict(self._sentinel.stopped))
+
+    @property
+    def _awaited(self) -> str:
+        return _CAME if self._sentinel is not None and self._sentinel.sees_all else _TOGETHER
+
+    def _hangs(self, seconds: float, stopped: Mapping[int, str]) -> CollectiveTimeoutError:
+        why = f"{'; '.join(stopped.values())}. {_DETECTOR}" if stopped else self._awaited
         return CollectiveTimeoutError(
             f"{self.who}: shrink: MPI_Comm_shrink has not come back within {seconds:.1f} s: {why}",
             lost_ranks=tuple(stopped),

@@ -8,7 +8,7 @@ are compared by its own watcher; here one of them stands for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,14 +73,14 @@ class Across:
     ----------
     me : int
         This node.
-    count : int
-        How many nodes there are.
+    nodes : collection of int
+        The nodes that have ranks.
     say : callable
         Sends a message: its kind, whether it is for the hubs alone, and its fields.
     """
 
-    def __init__(self, me: int, count: int, say: Callable[..., None]) -> None:
-        self._me, self._count, self._say = me, count, say
+    def __init__(self, me: int, nodes: Collection[int], say: Callable[..., None]) -> None:
+        self._me, self._nodes, self._say = me, frozenset(nodes), say
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
@@ -97,7 +97,7 @@ class Across:
 
     def hear(self, node: int, kind: str, fields: Mapping[str, Any]) -> None:
         """Take what another watcher says."""
-        if fields["epoch"] != self._epoch or not 0 <= node < self._count:
+        if fields["epoch"] != self._epoch or node not in self._nodes:
             return
         if kind == "place":
             self._places[node] = _Place(Standing.of(fields), fields["at"], fields["chain"])
@@ -147,7 +147,7 @@ class Across:
     # -- the leading hub ---------------------------------------------------------------------------------------------
 
     def _lead(self, readers: Mapping[int, Reader]) -> Verdict | None:
-        if len(self._places) < self._count or any(one.age >= _FRESH for one in self._places.values()):
+        if len(self._places) < len(self._nodes) or any(one.age >= _FRESH for one in self._places.values()):
             return None
         lowest = Standing.lowest([one.standing for one in self._places.values()])
         verdict = self._compare(readers, lowest.low)
@@ -179,7 +179,7 @@ class Across:
     def _confront(self, readers: Mapping[int, Reader], span: tuple[int, int]) -> Verdict | None:
         """Close in on the first record that differs: hashes differ from there on."""
         shown = {rank: entries for asked, rank, entries in self._shown.values() if asked == span}
-        if len(shown) < self._count:
+        if len(shown) < len(self._nodes):
             return None
         by_number: dict[int, dict[int, Entry]] = {}
         for rank, entries in shown.items():

@@ -30,6 +30,7 @@ from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Reader, Recorder
 from butter_mpi.recording import file_of_host, take
+from butter_mpi.recovery import left_alone, started_by
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.door import ALONE, leaders
 from butter_mpi.sentinel.judging import Verdict
@@ -88,7 +89,7 @@ def deaths_seen() -> bool:
 
 def left_out() -> bool:
     """Return whether others went on without this rank, so that it must not end the job."""
-    return any(one.reunion.left_out for one in list(_OPEN))
+    return Sentinel.left_out_seen or any(one.left_out for one in {*_OPEN, *_LAST})
 
 
 def finalizing(over: Callable[[], bool]) -> None:
@@ -159,7 +160,7 @@ class Offer:
         """Return what every rank must know."""
         facts = {"node": self._node, "secret": self.secret, "pid": os.getpid(), "said": self.said}
         more = {"watch": self.watch, "failure": self.failure, "unable": self._unable, "unwritable": self.unwritable}
-        return json.dumps({**facts, **more}).encode()
+        return json.dumps({**facts, **more, "left_alone": left_alone(started_by())}).encode()
 
     def taken(self) -> Recorder:
         """Hand the recorder over, and :attr:`said`; listen no more."""
@@ -255,6 +256,8 @@ class Sentinel:
         The watcher could not be started on this rank, or joined.
     """
 
+    left_out_seen = False
+    """Whether one of this process that has said goodbye was left out by others, or may have been."""
     deaths_seen = False
     """Whether one of this process has heard of the death of a rank, also of one that others went on without."""
 
@@ -297,8 +300,14 @@ class Sentinel:
         if refusal := _refusal(offers, leading):
             offer.close()
             raise StartError(f"{who}: start: {refusal}", phase="watcher")
-        self.alone_on = len({one["node"] for one in offers}) == 1
-        """Whether all ranks are on this node, where one watcher sees them."""
+        self.several = len(links["nodes"]) > 1
+        """Whether its watcher has links to those of other nodes."""
+        self.sees_all = self.several or len({one["node"] for one in offers}) == 1
+        """Whether its watcher, with those that it is linked to, sees all ranks."""
+        self.left_alone = next((one["left_alone"] for one in offers if one["left_alone"] is not None), None)
+        """Whether the launcher leaves survivors alone, by what some rank sees of it; ``None``: no rank sees it."""
+        self.nodes: list[str] = [one["node"] for one in offers]
+        """The node of each rank, by the newest agreement."""
         here = {number: one["pid"] for number, one in enumerate(offers) if one["node"] == offers[rank]["node"]}
         leader = leading[offers[rank]["node"]]
         try:
@@ -629,6 +638,11 @@ class Sentinel:
         return self._rank
 
     @property
+    def left_out(self) -> bool:
+        """Whether others went on without this rank, or may have, as it heard nothing of them."""
+        return bool(self.reunion.left_out or (self.reunion.alone and self.several))
+
+    @property
     def left(self) -> bool:
         """Whether it has said goodbye: nothing of other ranks is heard any more."""
         return self._left
@@ -640,6 +654,7 @@ class Sentinel:
         """Take the new numbers of those that go on; the listening thread hears of them in order with all else."""
         with self._lock:
             self._descent, self._rank = self._descent.shrunk(ranks), ranks.index(self._rank)
+            self.nodes = [self.nodes[rank] for rank in ranks]
             self._who = self._descent.who(self._rank, socket.gethostname())
             self.gone.clear()
             self.stopped.clear()
@@ -677,6 +692,7 @@ class Sentinel:
         """Say goodbye: the end of this process is no fault any more."""
         if not self._left:
             self._left = True
+            Sentinel.left_out_seen |= self.left_out
             if self in _LAST:
                 _LAST.remove(self)
             messages.send(self._socket, "bye")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from butter_mpi.findings import by_value, ranks_text
 
-__all__ = ["RECONNECT", "SHRINK", "Agreed", "Gathering", "Refused"]
+__all__ = ["RECONNECT", "SHRINK", "Agreed", "Gathering", "Refused", "outvoted"]
 
 SHRINK, RECONNECT = "shrink", "attempt_reconnect"
 
@@ -27,12 +27,33 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why these ranks do not go on, as an error of this class. ``lost`` are the ranks that are to blame."""
+    """Why these ranks do not go on, as an error of this class.
+
+    ``lost`` are the ranks that are to blame; ``alone``: others may go on without these.
+    """
 
     error: str
     ranks: tuple[int, ...]
     text: str
     lost: tuple[int, ...] = ()
+    alone: bool = False
+
+
+def outvoted(going: Collection[int], silent: Collection[int]) -> bool:
+    """Return whether ranks must not go on, since those that they do not hear may live, and go on themselves.
+
+    Of two parts that do not hear one another at most one may: that of more ranks; of equally many, that of the lowest.
+
+    Parameters
+    ----------
+    going : collection of int
+        The ranks that would go on.
+    silent : collection of int
+        Those of which is not known what became of them.
+    """
+    if len(going) != len(silent):
+        return len(going) < len(silent)
+    return bool(silent) and min(silent) < min(going)
 
 
 @dataclass(frozen=True, slots=True)

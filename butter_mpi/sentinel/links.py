@@ -20,11 +20,14 @@ from butter_mpi.sentinel.connections import Connection, Connections
 if TYPE_CHECKING:
     from butter_mpi.sentinel.wire import Channel
 
-__all__ = ["COMPARED", "HUBS", "REMEDY", "Links"]
+__all__ = ["COMPARED", "HUBS", "LETTERS", "REMEDY", "Links"]
 
 HUBS = 2
 COMPARED = ("place", "lowest", "show", "shown")
 """Messages about what ranks of several nodes submit, which these links only carry."""
+LETTERS = ("mail", "got")
+"""Messages from one node to another, which a hub carries between two that are not linked."""
+_GATHERING = "gathering"
 REMEDY = (
     "Open the TCP ports of net.ipv4.ip_local_port_range between the nodes of the job, or name the network to use by "
     "watch_interface (BUTTER_MPI_WATCH_INTERFACE); or set watch='node' (BUTTER_MPI_WATCH=node): the watcher of a node "
@@ -40,6 +43,7 @@ _FAREWELL = 2.0
 # What is said of a loss is said once for each node that is lost.
 _MOST_NAMED = 8
 _SUBJECTS = {"gone": "rank", "stopped": "rank", "running": "rank", "cut": "node", "back": "node", "notice": "epoch"}
+_SUBJECTS |= {"agreed": "generation", "declined": "generation"}
 _TAKEN_BACK = {"running": "stopped", "back": "cut"}
 
 
@@ -91,6 +95,8 @@ class Links:
         self._me: int = config["me"]
         self._nodes: list[tuple[str, list[int]]] = config["nodes"]
         self._hubs: list[list[tuple[str, int]]] = config["hubs"]
+        # The ranks of each node that has any, by their newest numbers, for messages.
+        self._ranks = {number: list(ranks) for number, (_, ranks) in enumerate(self._nodes)}
         self._secret, self._patience = bytes.fromhex(config["secret"]), float(config["patience"])
         every = range(len(self._nodes) if self._me < HUBS else HUBS)
         self._peers = {number: _Peer(number) for number in every if number != self._me}
@@ -156,10 +162,43 @@ class Links:
             if peer.number < HUBS or not to_hubs:
                 self._send(peer, {"kind": kind, **fields})
 
+    def carry(self, node: int, attempt: int, kind: str, **fields: Any) -> None:
+        """Send one of :data:`LETTERS` to a node; through a hub, each time another one, where there is no link to it."""
+        direct = self._peers.get(node)
+        ways = [direct] if direct is not None and direct.heard else self._heard_hubs
+        if ways:
+            self._send(ways[attempt % len(ways)], {"kind": kind, **fields})
+
+    @property
+    def _heard_hubs(self) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if peer.number < HUBS and peer.heard]
+
+    def _carry_on(self, message: dict[str, Any]) -> None:
+        """Hand a letter on to whom it is for."""
+        peer = self._peers.get(message["to"])
+        if peer is not None:
+            self._send(peer, message)
+
     @property
     def leads(self) -> bool:
-        """Whether this is the hub that compares: the first, or, where that is not heard, the second."""
-        return self._me == 0 or (self._me < HUBS and not self._peers[0].heard)
+        """Whether this is the hub that compares: the first that has ranks, or, where that is not heard, the second."""
+        before = [self._peers[number] for number in range(min(self._me, HUBS)) if self._ranks.get(number)]
+        return self._me < HUBS and bool(self._ranks.get(self._me)) and not any(peer.heard for peer in before)
+
+    @property
+    def cut(self) -> frozenset[int]:
+        """The nodes that nobody hears any more."""
+        return frozenset(self._cut)
+
+    def away(self, node: int) -> bool:
+        """Whether a node is cut off, or says nothing more of ranks."""
+        if node == self._me:
+            return self._over
+        return node in self._cut or (node in self._peers and self._peers[node].over)
+
+    def go_on(self, ranks: dict[int, list[int]]) -> None:
+        """Know the ranks of each node that has any by new numbers, in messages."""
+        self._ranks = ranks
 
     def finish(self) -> bool:
         """Say that this node says nothing more of ranks; returns whether nobody needs this process any more.
@@ -261,8 +300,13 @@ class Links:
             peer.misses.add(message["node"])
         elif kind == "hears":
             peer.misses.discard(message["node"])
-        elif kind in COMPARED:
+        elif kind in COMPARED or kind == _GATHERING:
             self._hear(kind, {"node": peer.number, **message})
+        elif kind in LETTERS:
+            if message["to"] == self._me:
+                self._hear(kind, message)
+            else:
+                self._carry_on(message)
         else:
             self._learn(peer, **message)
 
@@ -442,8 +486,8 @@ class Links:
         return f"{named} and {len(peers) - _MOST_NAMED} more hosts" if len(peers) > _MOST_NAMED else named
 
     def _name(self, number: int) -> str:
-        host, ranks = self._nodes[number]
-        return f"host {host} ({ranks_text(ranks)})"
+        ranks = self._ranks.get(number)
+        return f"host {self._nodes[number][0]} ({ranks_text(ranks) if ranks else 'no rank any more'})"
 
 
 def _ends(ends: dict[str, str]) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["FIELDS", "LIMIT", "MOST_OLDER", "Garbled", "pack", "receive", "send", "unpack"]
+__all__ = ["FIELDS", "LIMIT", "MOST_OLDER", "Garbled", "of_spans", "pack", "receive", "send", "spans", "unpack"]
 
 LIMIT = 1 << 16
 MOST_OLDER = 16
@@ -39,11 +39,27 @@ FIELDS: dict[str, dict[str, type]] = {
     "stopped": {"rank": int, "text": str},
     "running": {"rank": int},
     "warning": {"text": str},
-    "gathered": {"what": str, "ranks": list, "sequence": int, "pairs": int, "generation": int},
+    "gathered": {"what": str, "spans": list, "sequence": int, "pairs": int, "generation": int},
     "left_out": {"text": str},
-    "refused": {"error": str, "text": str, "lost": list},
+    "refused": {"error": str, "text": str, "lost": list, "alone": bool},
     "letter": {"by": int, "letter": str, "body": dict, "generation": int},
 }
+
+
+def spans(ranks: Iterable[int]) -> list[list[int]]:
+    """Return ranks, in their order, as first and last of each that follow one another: of thousands a few lines."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return found
+
+
+def of_spans(said: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks of :func:`spans`."""
+    return [rank for first, last in said for rank in range(first, last + 1)]
 
 
 class Garbled(ValueError):

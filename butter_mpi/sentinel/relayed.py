@@ -18,7 +18,7 @@ _PART_BYTES = 24 << 10
 
 
 class RelayedControl(Control):
-    """The control plane of one node's ranks, over the sockets that each has to its watcher.
+    """The control plane of ranks over the sockets that each has to its watcher, and the links between these.
 
     Parameters
     ----------

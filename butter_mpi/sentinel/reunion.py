@@ -8,6 +8,7 @@ from typing import Any
 
 from butter_mpi.control import Pause, Watch
 from butter_mpi.sentinel.gathering import SHRINK
+from butter_mpi.sentinel.messages import of_spans
 
 __all__ = ["Reunion"]
 
@@ -37,6 +38,8 @@ class Reunion:
         """What other ranks have sent, in order."""
         self.generation = 0
         """Which agreement letters are of."""
+        self.alone = False
+        """Whether others may have gone on without this rank, as it does not hear them, or has no watcher any more."""
         self.left_out = ""
         """What the watcher says where others went on without this rank; empty: they did not."""
 
@@ -47,11 +50,13 @@ class Reunion:
         elif message["kind"] == "left_out":
             self.left_out = message["text"]
         elif message["kind"] == "refused":
+            self.alone = message["alone"]
             self._answers.append(message)
         elif message["kind"] == "gathered":
+            self.alone = False
             self.generation = message["generation"]
             if message["what"] == SHRINK:
-                self._renumber(message["ranks"])
+                self._renumber(of_spans(message["spans"]))
             self._answers.append(message)
 
     def gather(self, what: str, sequence: int, pairs: int, seconds: float) -> dict[str, Any]:
@@ -77,7 +82,8 @@ class Reunion:
         try:
             while (answer := self.answer()) is None:
                 if self._watcher_lost() or watch.tick():
-                    state = "is gone" if self._watcher_lost() else "does not answer"
+                    self.alone = self._watcher_lost()
+                    state = "is gone" if self.alone else "does not answer"
                     return _refused(
                         "CommunicatorBrokenError", f"the watcher of this node {state}; only a new job helps"
                     )
@@ -105,4 +111,4 @@ class Reunion:
 
 
 def _refused(error: str, text: str) -> dict[str, Any]:
-    return {"kind": "refused", "error": error, "text": text, "lost": []}
+    return {"kind": "refused", "error": error, "text": text, "lost": [], "alone": False}

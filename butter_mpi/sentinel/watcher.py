@@ -31,6 +31,7 @@ from butter_mpi.segments import unlink_mapped
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.across import Across, Standing
 from butter_mpi.sentinel.crying import cry
+from butter_mpi.sentinel.elsewhere import Elsewhere
 from butter_mpi.sentinel.judging import (
     STAY,
     Late,
@@ -101,22 +102,32 @@ class Watcher:
         self._late, self._pairs = Late(), Pairs(self._ranks)
         self._orders, self._crossed = Orders(config["name"]), False
         self._descent = Descent.of_facts(config["descent"])
-        self._relay = Relay(lambda: self._ranks, self._who, self._begin, self._judge)
         self._recordings = Recordings(**config["recordings"], fail=self._cry_of)
         for rank in self._ranks.values():
             if rank.process is not None:
                 self._watch(rank.process.pidfd, functools.partial(self._ended, rank))
-        # Ranks of other nodes that have died, and that are stopped or cannot be reached: what is said of each.
-        self._far: dict[str, dict[int, str]] = {"gone": {}, "stopped": {}}
+        # Those that others went on without, and that live.
+        self._left_out: list[Rank] = []
         self._far_missed = 0.0
         self._links = Links(config["links"], self._hear_far, self._accuse_far)
+        me, nodes = config["links"]["me"], config["links"]["nodes"]
+        self._elsewhere = Elsewhere(self._links, nodes, len(self._descent.ranks), me)
+        self._relay = Relay(
+            lambda: self._ranks, self._name, self._begin, self._judge, self._tell_lost, self._elsewhere, me
+        )
         self._watch(self._links.fileno(), self._links.serve)
-        nodes = len(config["links"]["nodes"])
-        self._across = Across(config["links"]["me"], nodes, self._links.say) if nodes > 1 else None
+        self._across = self._compare_across()
         self._across_due = 0.0
         listener = socket.socket(fileno=config["listener"])
         listener.setblocking(False)
         self._watch(listener.fileno(), lambda: self._accept(listener))
+
+    def _compare_across(self) -> Across | None:
+        """Return what compares ranks of several nodes, where there are some."""
+        elsewhere = self._elsewhere
+        if not elsewhere.several:
+            return None
+        return Across(self._config["links"]["me"], elsewhere.nodes, self._links.say)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +160,7 @@ class Watcher:
         return [rank for rank in self._ranks.values() if rank.lives]
 
     def _over(self) -> bool:
-        living = self._living
+        living = [*self._living, *(rank for rank in self._left_out if rank.lives)]
         if living and (self._start_left > 0 or any(rank.joined for rank in living)):
             return False
         return self._links.finish()
@@ -184,14 +195,18 @@ class Watcher:
             self._links.up()
         for epoch, notice in self._notices.items():
             rank.tell("notice", notice=notice, epoch=epoch)
-        for other in self._ranks.values():
-            if other.death is not None:
-                rank.tell("gone", rank=other.number, text=other.death.text)
-            elif other.stop is not None:
-                rank.tell("stopped", rank=other.number, text=other.stop.text)
-        for word, said in self._far.items():
-            for far, text in said.items():
-                rank.tell(word, rank=far, text=text)
+        self._tell_lost(rank)
+
+    def _tell_lost(self, newcomer: Rank | None = None) -> None:
+        """Tell one rank, or all, who is lost by now."""
+        said = list(self._elsewhere.said())
+        for number, one in self._ranks.items():
+            if lost := one.death or one.stop:
+                said.append(("gone" if one.death else "stopped", number, lost.text))
+        for word, number, text in said:
+            for rank in self._ranks.values() if newcomer is None else [newcomer]:
+                if rank.number != number:
+                    rank.tell(word, rank=number, text=text)
 
     def _introduced(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Rank:
         if message["kind"] != "hello" or message["secret"] != self._config["secret"] or not fds:
@@ -291,7 +306,9 @@ class Watcher:
             self._judge(replace(deaths[own[0]], lost=tuple(own), text="; ".join(texts)))
         for number, death in deaths.items():
             self._tell("gone", rank=number, text=death.text)
-            self._links.publish("gone", rank=number, text=death.text)
+            first = self._ranks[number].first_number
+            self._elsewhere.died_here(first)
+            self._links.publish("gone", rank=first, text=death.text)
 
     # -- other nodes -------------------------------------------------------------------------------------------------
 
@@ -305,12 +322,14 @@ class Watcher:
         elif kind == "notice":
             with contextlib.suppress(ArithmeticError, TypeError, ValueError):
                 self._judge_far(fields["notice"], fields["epoch"])
+        elif kind in ("gone", "stopped", "running"):
+            self._elsewhere.hear(kind, fields)
+            number = self._elsewhere.number(fields["rank"])
+            if number is not None:
+                self._tell(kind, **{**fields, "rank": number})
         else:
-            if kind == "running":
-                self._far["stopped"].pop(fields["rank"], None)
-            else:
-                self._far[kind][fields["rank"]] = fields["text"]
-            self._tell(kind, **fields)
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):
+                self._relay.hear_far(kind, fields)
 
     def _judge_far(self, notice: dict[str, Any], epoch: int) -> None:
         """Keep and tell the verdict of another watcher, as one of this node's."""
@@ -329,12 +348,20 @@ class Watcher:
 
     def _accuse_far(self, ranks: Sequence[int], text: str, phase: str) -> None:
         """Judge what the links found: nodes that are silent, or that cannot be reached in the start."""
-        self._judge(Verdict("PeerLostError", tuple(ranks), text, phase=phase))
+        numbers = tuple(self._elsewhere.numbers(ranks))
+        # Of those that others went on without nothing is said any more.
+        if numbers or phase:
+            self._judge(Verdict("PeerLostError", numbers, text, phase=phase))
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 
     def _who(self, rank: Rank) -> str:
         return f"{self._config['who'][str(rank.number)]} (process {rank.pid})"
+
+    def _name(self, number: int) -> str:
+        """Return a rank of any node as messages name it."""
+        rank = self._ranks.get(number)
+        return self._descent.who(number, self._elsewhere.host(number)) if rank is None else self._who(rank)
 
     def _blame(self, rank: Rank, how: str) -> Verdict:
         newest = [] if rank.reader is None else rank.reader.newest(1)
@@ -355,7 +382,7 @@ class Watcher:
     @property
     def _epoch(self) -> int:
         """The newest epoch that a rank has begun."""
-        return max(rank.epoch for rank in self._ranks.values())
+        return max((rank.epoch for rank in self._ranks.values()), default=0)
 
     def _judge(self, verdict: Verdict, epoch: int | None = None, said_by: Rank | None = None) -> None:
         """Keep the first verdict of an epoch, and say it to people, then to the ranks, then to the file."""
@@ -383,7 +410,7 @@ class Watcher:
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
         ranks = sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped is not None, one is said_by))
-        for process in [*(rank.process for rank in ranks), *ranks[0].ancestors]:
+        for process in [*(rank.process for rank in ranks), *(ranks[0].ancestors if ranks else [])]:
             if process is not None and cry(process, text):
                 return
 
@@ -464,7 +491,7 @@ class Watcher:
         if rank.stop is None:
             rank.stop = stop
             self._tell_others(rank, "stopped", rank=rank.number, text=stop.text)
-            self._links.publish("stopped", rank=rank.number, text=stop.text)
+            self._links.publish("stopped", rank=rank.first_number, text=stop.text)
 
     def _runs(self, rank: Rank) -> None:
         """Take back what was told of its stop."""
@@ -472,7 +499,7 @@ class Watcher:
         if rank.stop is not None:
             rank.stop = None
             self._tell_others(rank, "running", rank=rank.number)
-            self._links.publish("running", rank=rank.number)
+            self._links.publish("running", rank=rank.first_number)
 
     def _frozen(self, rank: Rank) -> bool:
         return rank.stopped is not None and rank.stopped >= _FROZEN and bool(self._config["frozen"])
@@ -494,9 +521,10 @@ class Watcher:
         dead = [rank for rank in self._ranks.values() if rank.missed >= _FINALIZE_GRACE]
         self._mourn([rank for rank in dead if rank.death is None])
         lost = [rank.number for rank in [*dead, *filter(self._frozen, self._living)]]
-        self._far_missed = self._far_missed + passed if self._far["gone"] else 0.0
-        lost += [*self._far["gone"]] if self._far_missed >= _FINALIZE_GRACE else []
-        lost += [*self._far["stopped"]]
+        gone = self._elsewhere.of("gone")
+        self._far_missed = self._far_missed + passed if gone else 0.0
+        lost += [*gone] if self._far_missed >= _FINALIZE_GRACE else []
+        lost += [*self._elsewhere.of("stopped")]
         fresh = [rank.number for rank in waiting if not rank.freed]
         if lost and fresh:
             self._cry(
@@ -626,20 +654,26 @@ class Watcher:
         for other in self._ranks.values():
             if other.death is not None:
                 self._judge(other.death, epoch)
+        for number, text in self._elsewhere.of("gone").items():
+            self._judge(Verdict("PeerLostError", (number,), text), epoch)
 
     def _begin(self, survivors: Sequence[int]) -> None:
         """Give the ranks that go on new numbers, in their old order; the others are no ranks any more."""
-        ranks = [self._ranks[number] for number in survivors]
+        new = {old: number for number, old in enumerate(survivors)}
+        self._left_out += [rank for number, rank in self._ranks.items() if number not in new]
         self._descent = self._descent.shrunk(survivors)
-        self._ranks = dict(enumerate(ranks))
+        self._elsewhere.go_on(survivors)
+        self._ranks = {new[old]: rank for old, rank in self._ranks.items() if old in new}
         for number, rank in self._ranks.items():
             rank.number = number
         who = {str(number): self._descent.who(number, self._config["host"]) for number in self._ranks}
         self._config = {**self._config, "name": self._descent.name, "who": who}
+        ranks = list(self._ranks.values())
         self._dead = [rank for rank in self._dead if rank in ranks]
         self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
         self._orders, self._crossed = Orders(self._descent.name), False
-        self._recordings.go_on(self._descent, len(ranks))
+        self._across, self._across_due = self._compare_across(), 0.0
+        self._recordings.go_on(self._descent, len(survivors))
         self.__dict__.pop("_older", None)
 
 

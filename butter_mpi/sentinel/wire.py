@@ -29,6 +29,8 @@ _COUNT = struct.Struct(">Q")
 
 _STANDING: dict[str, type] = {"low": int, "ranks": list, "said": str, "closed": bool}
 _FACT: dict[str, type] = {"origin": int, "serial": int}
+_LETTER: dict[str, type] = {"origin": int, "to": int, "n": int}
+_DECLINED: dict[str, type] = {"error": str, "spans": list, "text": str, "lost": list, "alone": bool}
 FIELDS: dict[str, dict[str, type]] = {
     # between two watchers
     "beat": {"awake": bool, "waits": bool},
@@ -42,6 +44,10 @@ FIELDS: dict[str, dict[str, type]] = {
     "lowest": {"epoch": int, "at": int, **_STANDING},
     "show": {"epoch": int, "first": int, "last": int},
     "shown": {"epoch": int, "first": int, "last": int, "rank": int, "entries": list},
+    # what ranks call together after a failure, from each node to the hubs; and their letters, between any two nodes
+    "gathering": {"generation": int, "come": list, "elsewhere": list, "lost": list},
+    "mail": {**_LETTER, "generation": int, "by": int, "ranks": list, "letter": str, "body": dict},
+    "got": _LETTER,
     # from one watcher to all, handed on by each that has not had it
     "notice": {**_FACT, "notice": dict, "epoch": int},
     "gone": {**_FACT, "rank": int, "text": str},
@@ -49,6 +55,8 @@ FIELDS: dict[str, dict[str, type]] = {
     "running": {**_FACT, "rank": int},
     "cut": {**_FACT, "node": int, "text": str},
     "back": {**_FACT, "node": int},
+    "agreed": {**_FACT, "generation": int, "after": int, "what": str, "spans": list, "sequence": int, "pairs": int},
+    "declined": {**_FACT, "generation": int, **_DECLINED},
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,50 +11,7 @@ from typing import Any
 import pytest
 from helpers.job import TESTS
 from helpers.mpirun import Job, JobResult, run_job, start_job
-from helpers.standin import build
-
-HEAD = """
-import os, select, signal, sys, time
-import numpy as np
-import butter_mpi
-from butter_mpi import DType
-from helpers.memory import DeviceMemory
-from mpi4py import MPI
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-def say(text):
-    print(text, flush=True)
-def leave(status, leave=os._exit):
-    say(f"leaves with {status}")
-    leave(status)
-os._exit = leave
-def start(check="light", seconds=20, plane=os.environ["PLANE"], **more):
-    fault = butter_mpi.FaultPolicy(start_deadline=seconds, collective_deadline=10, **more)
-    return butter_mpi.init(plane=plane, check=check, fault=fault)
-def memory(comm):
-    return DeviceMemory(comm.backend.device, comm.backend.stream)
-def total(comm):
-    # The sum of 1, 2, ... as many as there are ranks.
-    data = np.full(1000, comm.rank + 1, np.float32)
-    if not comm.backend.on_device:
-        comm.all_reduce(data)
-        return int(data[0])
-    place = memory(comm)
-    pointer = place.put(data)
-    comm.backend.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
-    return int(place.get(pointer, data)[0])
-def die():
-    say(f"dies {time.monotonic()}")
-    os.kill(os.getpid(), signal.SIGKILL)
-def raised(call, kind=butter_mpi.ButterError):
-    try:
-        call()
-    except kind as error:
-        say(f"raised {type(error).__name__}: {error}")
-        return error
-    raise AssertionError("nothing came")
-def lost(comm):
-    return raised(lambda: comm.wait_for_async_error(10), butter_mpi.PeerLostError)
-"""
+from helpers.surviving import HEAD, on_standins, waits
 
 TWICE = """
 import glob, json
@@ -83,8 +39,32 @@ part = child.shrink()
 assert total(part) == 6 and "dup 1, shrink 1" in repr(part), part
 part.close()
 assert new.all_gather_json({"rank": RANK}) == [{"rank": rank} for rank in (0, 2, 3)]
+raised(lambda: new.split("x" if RANK == 2 else 0), TypeError)
+# Without MPI: parts of two, of one, of none, each with all that communicators have; and parts of parts.
+child, lone, part = new.dup(), new.split(0 if RANK < 3 else None), new.split(RANK % 3, key=-RANK)
+assert total(child) == 6 and "shrink 1, dup 1" in repr(child), child
+assert lone is None if RANK == 3 else (total(lone) == 3 and "shrink 1, split 2 color 0" in repr(lone)), lone
+assert part.rank == [1, None, 0, 0][RANK] and total(part) == [3, None, 1, 3][RANK], part
+child.barrier() if RANK else total(child)
+raised(lambda: child.wait_for_async_error(10), butter_mpi.CollectiveMismatchError)
+child.attempt_reconnect()
+grandchild = child.dup()
+x = memory(grandchild).put(np.zeros(8))
+plan = grandchild.plan_barrier(stream=grandchild.backend.stream)
+plan()
+grandchild.close()
+assert total(child) == 6 and total(new) == 6
 if RANK == 2:
     die()
+if RANK == 0:
+    assert lost(lone).lost_ranks == (1,)
+    assert total(lone.shrink()) == 1
+assert total(part) == 3
+part.close()
+assert lost(child).lost_ranks == (1,)
+younger = child.shrink()
+assert total(younger) == 3 and "shrink 1, dup 1, shrink 1" in repr(younger), younger
+younger.close()
 error = lost(new)
 assert error.lost_ranks == (1,) and "rank 1/3 of shrink 1 (rank 2/4 of init)" in str(error), error
 newer = new.shrink()
@@ -140,8 +120,6 @@ say(f"back {time.monotonic()} {new!r}")
 long = "x" * 100_000 + str(RANK)
 assert new.all_gather_json(long) == ["x" * 100_000 + "1", "x" * 100_000 + "2"]
 raised(lambda: new.all_gather_json("x" * (1 << 20)), ValueError)
-raised(new.dup, butter_mpi.NotSupportedError)
-assert new.is_healthy()
 error = raised(new.barrier if RANK == 1 else lambda: total(new), butter_mpi.CollectiveMismatchError)
 assert error.records.keys() == {0, 1} and "barrier #3" in error.records[0], error.records
 new.attempt_reconnect()
@@ -255,6 +233,36 @@ say(f"back {time.monotonic()} {last!r}")
 last.close()
 """
 
+# Over MPI: who does not come is named, and can come later.
+NOT_CALLED_HOST = """
+from helpers.standin_rank import until
+comm = start(seconds=2)
+assert total(comm) == 6
+if RANK == 2:
+    die()
+lost(comm)
+if RANK == 0:
+    error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
+    assert error.lost_ranks == (1,) and "from rank 1/3 on" in str(error) and "it has not called it" in str(error), error
+    open("named", "w").close()
+assert until(lambda: os.path.exists("named"))
+new = comm.shrink()
+assert total(new) == 3 and "shrink 1 " in repr(new), new
+new.close()
+"""
+OTHER_CALL_HOST = """
+comm = start()
+raised(comm.barrier if RANK else lambda: total(comm), butter_mpi.CollectiveMismatchError)
+began = time.monotonic()
+error = raised(comm.attempt_reconnect if RANK else comm.shrink, butter_mpi.CommunicatorBrokenError)
+assert "rank 0 called shrink(); rank 1 called attempt_reconnect(). All must call the same" in str(error), error
+assert time.monotonic() - began < 5
+comm.attempt_reconnect()
+assert total(comm) == 3
+comm.close()
+say("done")
+"""
+
 # Its own detector is off, so MPI waits for a rank that is stopped.
 STOPPED_HOST = """
 comm = start()
@@ -267,10 +275,11 @@ assert time.monotonic() - began < 5 and error.lost_ranks == (1,) and "--mca mpi_
 say("named")
 """
 
-# Each rank takes itself for alone on its node, where no watcher sees the others.
+# Each rank takes itself for alone on its node, and the watchers of nodes are not linked.
 NODES = """
 from butter_mpi.sentinel import client
 client.node_key = lambda: f"node {RANK}"
+os.environ["BUTTER_MPI_WATCH"] = "node"
 comm = start(action="shrink")
 assert total(comm) == 6
 if RANK == 1:
@@ -283,6 +292,7 @@ new.close()
 NODES_REFUSED = """
 from butter_mpi.sentinel import client
 client.node_key = lambda: f"node {RANK}"
+os.environ["BUTTER_MPI_WATCH"] = "node"
 error = raised(lambda: start(action="shrink"), butter_mpi.NotSupportedError)
 assert "ranks are on several nodes" in str(error) and "--with-ft ulfm" in str(error), error
 """
@@ -341,16 +351,9 @@ assert "enough" in str(raised(comm.barrier, butter_mpi.PeerLostError))
 say("refused")
 """
 
-NCCL = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1", "PLANE": "nccl"}
-OPEN_MPI: dict[str, Any] = {"mpi": "openmpi", "options": ["--enable-recovery"]}
 ULFM: dict[str, Any] = {"mpi": "openmpi", "options": ["--with-ft", "ulfm"]}
 ENDS = "ends every rank of a job that has lost one"
 GOES = "MPICH does not go on once a rank is lost"
-
-
-def on_standins() -> dict[str, Any]:
-    """Return how a job is started on the nccl plane, under a launcher that leaves survivors alone."""
-    return {"env": {**build().env(), **NCCL}, **OPEN_MPI}
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +364,8 @@ def jobs() -> Iterator[dict[str, Job]]:
     programs: dict[str, tuple[int, str, dict[str, Any]]] = {
         "not called": (3, NOT_CALLED, watched),
         "other call": (2, OTHER_CALL, watched),
+        "not called over mpi": (3, NOT_CALLED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
+        "other call over mpi": (2, OTHER_CALL_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "stopped": (3, STOPPED, watched),
         "stopped host": (3, STOPPED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "nodes": (3, NODES, {"env": nccl, **ULFM}),
@@ -373,15 +378,6 @@ def jobs() -> Iterator[dict[str, Job]]:
             name: stack.enter_context(start_job(n, HEAD + program, timeout=50, **how))
             for name, (n, program, how) in programs.items()
         }
-
-
-def waits(result: JobResult, survivors: list[int]) -> list[float]:
-    """The seconds from the first death after the last return to work to the next sum, of the slowest survivor."""
-    deaths = [float(at) for out in result.rank_out for at in re.findall(r"^dies (\S+)", out, re.MULTILINE)]
-    backs = [re.findall(r"^back (\S+)", result.rank_out[rank], re.MULTILINE) for rank in survivors]
-    ends = [max(map(float, same)) for same in zip(*backs, strict=True)]
-    begins = [min(at for at in deaths if at > before) for before in [0.0, *ends[:-1]]]
-    return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -436,7 +432,9 @@ def test_nodes_go_on_over_mpi(jobs: dict[str, Job]) -> None:
     assert all(result.rank_out[rank].endswith("leaves with 0\n") for rank in (0, 2)), result.text
 
 
-@pytest.mark.parametrize(("name", "survivors"), [("not called", [0, 1]), ("stopped", [0, 2])])
+@pytest.mark.parametrize(
+    ("name", "survivors"), [("not called", [0, 1]), ("not called over mpi", [0, 1]), ("stopped", [0, 2])]
+)
 def test_ranks_that_do_not_come(name: str, survivors: list[int], jobs: dict[str, Job]) -> None:
     """A rank that lives is waited for, and named at the deadline; one that is stopped is left out, and harms nobody."""
     result = jobs[name].wait()
@@ -450,9 +448,10 @@ def test_a_stopped_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> Non
     assert all("named\n" in result.rank_out[rank] for rank in (0, 2)), result.text
 
 
-def test_different_calls_are_told_at_once(jobs: dict[str, Job]) -> None:
+@pytest.mark.parametrize("name", ["other call", "other call over mpi"])
+def test_different_calls_are_told_at_once(name: str, jobs: dict[str, Job]) -> None:
     """Where one rank shrinks and another reconnects, each is told who did what, and all can do the same then."""
-    result = jobs["other call"].wait()
+    result = jobs[name].wait()
     assert result.rc == 0 and all(out.endswith("done\n") for out in result.rank_out), result.text
 
 

@@ -20,18 +20,27 @@ from helpers.job import Job, Plan, Program
 from helpers.mpirun import find_mpi
 from helpers.require import need
 
-__all__ = ["CONTROL", "DATA", "Hosts"]
+__all__ = ["BETWEEN", "CONTROL", "DATA", "Hosts"]
 
 CONTROL, DATA = "ctl", "data"
 _NETWORKS = {CONTROL: "10.77.0", DATA: "10.78.0"}
+BETWEEN = {
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "data0",
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "OMPI_MCA_btl_tcp_if_include": f"{_NETWORKS[DATA]}.0/24",
+}
+"""What tells each MPI to use the network for data."""
 _PROGRAMS = ("ip", "nsenter", "unshare", "mount", "hostname")
 
-# As ssh is called: options, a host, a command. UCX lists devices from /sys, which must be that of the name space.
+# As ssh is called: options, a host, a command. UCX lists devices from /sys, which must be that of the name space;
+# slurmd wants what is mounted there.
 _ON = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
 exec nsenter --net=/run/netns/{prefix}"${{host#host}}" unshare --uts --mount sh -c '
-  hostname "$0" && mount --bind {folder}/hosts /etc/hosts && mount -t sysfs sysfs /sys || exit 99
+  hostname "$0" && mount --bind {folder}/hosts /etc/hosts && mount --rbind /sys/fs/cgroup {folder}/cgroup &&
+  mount -t sysfs sysfs /sys && mount --rbind {folder}/cgroup /sys/fs/cgroup || exit 99
   exec sh -c "$*"' "$host" "$@"
 """
 
@@ -67,6 +76,7 @@ class Hosts:
         self.on = self.folder / "on"
         self.on.write_text(_ON.format(prefix=self._prefix, folder=self.folder))
         self.on.chmod(0o755)
+        (self.folder / "cgroup").mkdir()
         names = "".join(f"{_NETWORKS[CONTROL]}.{one} host{one}\n" for one in self._numbers)
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
@@ -101,6 +111,10 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def address(self, number: int) -> str:
+        """Return the address that a host's name has."""
+        return f"{_NETWORKS[CONTROL]}.{number}"
+
     def cut(self, number: int, *networks: str) -> None:
         """Take a host off networks, without a word to anybody."""
         for network in networks:
@@ -128,9 +142,8 @@ class Hosts:
             "openmpi": self._open_mpi,
         }[mpi](n)
         plan = Plan(n, program, found.python, env or {}, timeout=timeout)
-        more = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "data0"}
         command = [str(self.on), "host1", found.mpirun, *between, *options, "-np", str(n)]
-        return Job(command, plan, {**found.env, **more, "OMPI_MCA_btl": "self,sm,tcp"})
+        return Job(command, plan, {**found.env, **BETWEEN})
 
     def _mpich(self, n: int) -> list[str]:
         hosts = ",".join(f"host{number}" for number in self._numbers)
@@ -142,6 +155,5 @@ class Hosts:
         return [
             *("--prtemca", "plm_ssh_agent", str(self.on)),
             *("--prtemca", "prte_if_include", f"{_NETWORKS[CONTROL]}.0/24"),
-            *("--mca", "btl_tcp_if_include", f"{_NETWORKS[DATA]}.0/24"),
             *("--host", ",".join(f"host{number}:{each}" for number in self._numbers)),
         ]

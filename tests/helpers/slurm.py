@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,9 +17,10 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from helpers import processes
+from helpers.hosts import BETWEEN, Hosts
 from helpers.job import Job, JobResult, Plan, Program, clean_environment
 from helpers.mpirun import find_mpi
 from helpers.require import need
@@ -31,7 +33,7 @@ READY = 20.0
 
 _CONF = """\
 ClusterName=throwaway
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
@@ -98,6 +100,9 @@ def hindrance() -> str:
 class Slurm:
     """A running throw-away Slurm of ``nodes`` nodes named n1, n2 ..., each with ``cpus`` CPUs."""
 
+    networks: ClassVar[Mapping[str, str]] = {}
+    """What tells an MPI its network."""
+
     def __init__(self, nodes: int = 2, cpus: int = 4) -> None:
         why = hindrance()
         need("slurm", not why, why)
@@ -111,31 +116,51 @@ class Slurm:
         self._configure(cpus)
 
     def _configure(self, cpus: int) -> None:
-        host = socket.gethostname().split(".")[0]
         ports = free_ports(self.nodes + 1)
         lines = []
         for number in range(1, self.nodes + 1):
+            name, address, host = self._node(number)
             lines.append(
-                f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[number]} CPUs={cpus} "
+                f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={ports[number]} CPUs={cpus} "
                 "RealMemory=1000 State=UNKNOWN"
             )
             # Each node has its own TmpFS: PMIx makes a folder of the same name for a step in every node's.
-            for name in ("spool", "tmp"):
-                (self.folder / f"n{number}" / name).mkdir(parents=True)
-        for name in ("state", "munge"):
-            (self.folder / name).mkdir(mode=0o711)
-        text = _CONF.format(host=host, folder=self.folder, ports=ports, nodes="\n".join(lines))
+            for folder in ("spool", "tmp"):
+                (self.folder / name / folder).mkdir(parents=True)
+        for folder in ("state", "munge"):
+            (self.folder / folder).mkdir(mode=0o711)
+        host, address = self._controller()
+        text = _CONF.format(host=host, address=address, folder=self.folder, ports=ports, nodes="\n".join(lines))
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\nIgnoreSystemd=yes\n")
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
 
+    def _controller(self) -> tuple[str, str]:
+        """Return the host of slurmctld and its address."""
+        return socket.gethostname().split(".")[0], "127.0.0.1"
+
+    def _node(self, number: int) -> tuple[str, str, str]:
+        """Return the name of a node, its address and the name of its host."""
+        return (f"n{number}", "127.0.0.1", self._controller()[0])
+
+    def _at_controller(self) -> list[str]:
+        """Return what runs a command where users are."""
+        return []
+
+    def _at_node(self, number: int) -> list[str]:
+        """Return what runs a script as a node: under its own host name, as PMIx looks a node up by it."""
+        return ["unshare", "--uts", "--mount", "sh", "-c", f'hostname n{number} && eval "$0"']
+
     def run(self, *command: str, timeout: float = 30.0, **how: Any) -> subprocess.CompletedProcess[str]:
         """Run a command of this Slurm and return what it said."""
-        return subprocess.run(
-            command, env=self.env, timeout=timeout, text=True, capture_output=True, check=False, **how
-        )
+        there = self._at_controller()
+        # Who stands in for ssh has a shell there, as that does.
+        return self._run([*there, shlex.join(command)] if there else command, timeout, **how)
+
+    def _run(self, line: Sequence[str], timeout: float = 30.0, **how: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(line, env=self.env, timeout=timeout, text=True, capture_output=True, check=False, **how)
 
     def start(self) -> None:
         """Start the daemons and wait until every node is idle."""
@@ -144,10 +169,10 @@ class Slurm:
         self._daemon("munged", "--force", *(f"--{option}={munge / name}" for option, name in files.items()))
         self._daemon("slurmctld")
         for number in range(1, self.nodes + 1):
-            # With its own host name: PMIx looks a node up by it. With its own shared memory: MPICH names its segment
-            # after the step, so what a killed rank of step 3.0 left would meet step 3.0 of the next Slurm.
-            script = f"hostname n{number} && mount -t tmpfs tmpfs /dev/shm && exec slurmd -N n{number}"
-            self._daemon("unshare", "--uts", "--mount", "sh", "-c", script)
+            # With its own shared memory: MPICH names its segment after the step, so what a killed rank of step 3.0 left
+            # would meet step 3.0 of the next Slurm.
+            script = f"mount -t tmpfs tmpfs /dev/shm && exec slurmd -N {self._node(number)[0]}"
+            self._started(self._run([*self._at_node(number), script]))
         self._await_idle()
 
     def batch(self, *command: str | Path, cwd: Path, timeout: float = 60.0) -> tuple[str, str]:
@@ -170,9 +195,11 @@ class Slurm:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def _daemon(self, *command: str) -> None:
-        done = self.run(*command)
+        self._started(self.run(*command))
+
+    def _started(self, done: subprocess.CompletedProcess[str]) -> None:
         if done.returncode:
-            raise AssertionError(f"{command[0]} does not start: {done.stdout}{done.stderr}")
+            raise AssertionError(f"{' '.join(done.args)} does not start: {done.stdout}{done.stderr}")
 
     def _await_idle(self) -> None:
         end = time.monotonic() + READY
@@ -213,13 +240,36 @@ class Slurm:
         """
         found = find_mpi(mpi)
         plan = Plan(n, program, found.python, env or {}, rank_env or {}, unset, None, timeout)
-        launcher = ["srun", f"--nodes={min(n, self.nodes)}", f"--ntasks={n}", f"--mpi={pmi or PMI[mpi]}", *options]
-        return Job(launcher, plan, {**_between_nodes(found.env), "SLURM_CONF": self.env["SLURM_CONF"]})
+        nodes = [] if any(one.startswith("--nod") for one in options) else [f"--nodes={min(n, self.nodes)}"]
+        launcher = [*self._at_controller(), "srun", *nodes, f"--ntasks={n}", f"--mpi={pmi or PMI[mpi]}", *options]
+        return Job(launcher, plan, {**_between_nodes(found.env), **self.networks, "SLURM_CONF": self.env["SLURM_CONF"]})
 
     def run_job(self, n: int, program: Program, **how: Any) -> JobResult:
         """Run a job to its end; arguments as for ``start_job``."""
         with self.start_job(n, program, **how) as job:
             return job.wait()
+
+
+class SlurmOnHosts(Slurm):
+    """One whose nodes are hosts with networks of their own, all but the last, where its users are."""
+
+    networks: ClassVar[Mapping[str, str]] = BETWEEN
+
+    def __init__(self, hosts: Hosts, cpus: int = 8) -> None:
+        self.hosts = hosts
+        super().__init__(hosts.count - 1, cpus)
+
+    def _controller(self) -> tuple[str, str]:
+        return f"host{self.hosts.count}", self.hosts.address(self.hosts.count)
+
+    def _node(self, number: int) -> tuple[str, str, str]:
+        return f"host{number}", self.hosts.address(number), f"host{number}"
+
+    def _at_controller(self) -> list[str]:
+        return [str(self.hosts.on), f"host{self.hosts.count}"]
+
+    def _at_node(self, number: int) -> list[str]:
+        return [str(self.hosts.on), f"host{number}"]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from butter_mpi.launch import read_launch
-from butter_mpi.recovery import cannot_recover, started_by
+from butter_mpi.recovery import cannot_recover, left_alone, started_by
 
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.2"
 PRTE = {"OMPI_COMM_WORLD_SIZE": "3"}
@@ -23,7 +23,7 @@ ULFM = {**PRTE, "OMPI_MCA_mpi_ft_enable": "1"}
 def said(env: dict[str, str], library: str, *mpirun: str, over_mpi: bool = False) -> str:
     """Return what is said of a job; the launcher may be started by others, and be out of sight."""
     ancestors = [[*mpirun], ["timeout", "9", *mpirun], ["bash"]] if mpirun else [["prted"], ["bash"]]
-    return cannot_recover(read_launch(env), library, env, ancestors, over_mpi=over_mpi)
+    return cannot_recover(read_launch(env), library, env, left_alone(ancestors), over_mpi=over_mpi)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_launchers_that_leave_survivors_alone(
     ("env", "library", "mpirun", "more", "cause"),
     [
         (PRTE, OPEN_MPI, ["mpirun", "-np", "3"], {}, "mpirun of Open MPI ends every rank"),
-        (PRTE, OPEN_MPI, [], {}, "mpirun is not seen from here"),
+        (PRTE, OPEN_MPI, [], {}, "mpirun is seen from no rank"),
         (PRTE, OPEN_MPI, ["mpirun", "--enable-recovery"], {"over_mpi": True}, "Open MPI does not go on"),
         (HYDRA, MPICH, ["mpirun"], {}, "mpirun of MPICH and its kin ends every rank"),
         (HYDRA, MPICH, ["mpirun"], {"over_mpi": True}, "MPICH does not go on"),

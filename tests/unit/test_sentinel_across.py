@@ -22,7 +22,7 @@ class Job:
     def __init__(self, count: int) -> None:
         self.recorders = [Recorder(BOUND) for _ in range(count)]
         self.readers = [Reader(one.fd) for one in self.recorders]
-        self.nodes = [Across(number, count, self._sayer(number)) for number in range(count)]
+        self.nodes = [Across(number, range(count), self._sayer(number)) for number in range(count)]
         self.closed: set[int] = set()
         self.silent: set[int] = set()
         self.leader = 0

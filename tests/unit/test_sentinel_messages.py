@@ -33,9 +33,9 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "stopped", "rank": 2, "text": "rank 2 has been stopped"},
     {"kind": "running", "rank": 2},
     {"kind": "warning", "text": "late"},
-    {"kind": "gathered", "what": "shrink", "ranks": [0, 2], "sequence": 7, "pairs": 2, "generation": 1},
+    {"kind": "gathered", "what": "shrink", "spans": [[0, 0], [2, 5]], "sequence": 7, "pairs": 2, "generation": 1},
     {"kind": "left_out", "text": "ranks 0, 2 went on"},
-    {"kind": "refused", "error": "CollectiveTimeoutError", "text": "no answer", "lost": [1]},
+    {"kind": "refused", "error": "CollectiveTimeoutError", "text": "no answer", "lost": [1], "alone": False},
     {"kind": "letter", "by": 0, "letter": "op", "body": {"n": 1}, "generation": 1},
 ]
 
@@ -103,7 +103,9 @@ def test_json_is_a_message_or_garbled(value: Any) -> None:
 def test_a_field_less_or_more_or_of_another_type_is_refused(message: dict[str, Any]) -> None:
     """Each message is refused with a field missing, added, or of another type."""
     wrong = [{**message, "more": 1}, *({k: v for k, v in message.items() if k != name} for name in message)]
-    wrong += [{**message, name: None} for name in message] + [{**message, name: True} for name in message]
+    wrong += [{**message, name: None} for name in message] + [
+        {**message, name: 1 if type(value) is bool else True} for name, value in message.items()
+    ]
     for one in wrong:
         with pytest.raises(Garbled):
             unpack(json.dumps(one).encode())

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from helpers.relaying import FakeRank, killed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,33 +15,19 @@ from butter_mpi import control
 from butter_mpi.control import Overdue, Watch
 from butter_mpi.descent import Descent
 from butter_mpi.sentinel.client import Sentinel
+from butter_mpi.sentinel.door import ALONE
+from butter_mpi.sentinel.elsewhere import Elsewhere
 from butter_mpi.sentinel.gathering import RECONNECT, SHRINK
 from butter_mpi.sentinel.judging import Verdict
+from butter_mpi.sentinel.links import Links
 from butter_mpi.sentinel.messages import pack, unpack
 from butter_mpi.sentinel.relay import LETTER_BYTES, Relay
 from butter_mpi.sentinel.relayed import RelayedControl
 from butter_mpi.sentinel.reunion import Reunion
 
 LIMIT = 5.0
-
-
-class FakeRank:
-    """A rank as the relay sees it; what it is told is kept, or goes to a client."""
-
-    def __init__(self, number: int) -> None:
-        self.number = self.first_number = number
-        self.lives, self.closed, self.unsent = True, False, 0
-        self.death: Verdict | None = None
-        self.stop: Verdict | None = None
-        self.told: list[dict[str, Any]] = []
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Keep it, as it comes out of the socket."""
-        self.told.append(unpack(pack(kind, **fields)))
-
-    def end(self) -> str:
-        """Return how it ended."""
-        return "ended"
+FIRST = 2
+"""The number of the first agreement."""
 
 
 class Node:
@@ -49,11 +36,14 @@ class Node:
     def __init__(self, size: int) -> None:
         self.ranks = {number: FakeRank(number) for number in range(size)}
         self.verdicts: list[Verdict] = []
-        named: Any = lambda rank: f"rank {rank.number}/{size}"  # noqa: E731
+        named: Any = lambda number: f"rank {number}/{size}"  # noqa: E731
         ranks: Any = lambda: self.ranks  # noqa: E731
-        self.relay = Relay(ranks, named, self._begin, self.verdicts.append)
+        links: Any = Links(ALONE, lambda *_: None, lambda *_: None)
+        self.elsewhere = Elsewhere(links, ALONE["nodes"], size, 0)
+        self.relay = Relay(ranks, named, self._begin, self.verdicts.append, lambda: None, self.elsewhere, 0)
 
     def _begin(self, survivors: Sequence[int]) -> None:
+        self.elsewhere.go_on(survivors)
         self.ranks = {new: self.ranks[old] for new, old in enumerate(survivors)}
         for new, rank in self.ranks.items():
             rank.number = new
@@ -72,11 +62,6 @@ class Node:
         return ranks
 
 
-def killed(rank: FakeRank) -> None:
-    """Mark a rank as the watcher does."""
-    rank.lives, rank.death = False, Verdict("PeerLostError", (rank.number,), f"rank {rank.number} was killed")
-
-
 def test_survivors_get_new_numbers_and_the_others_are_told() -> None:
     """Dead, stopped and closed ranks are not waited for; those that live are told that others went on."""
     node = Node(6)
@@ -85,7 +70,8 @@ def test_survivors_get_new_numbers_and_the_others_are_told() -> None:
     stopped.stop = Verdict("PeerLostError", (2,), "rank 2 has been stopped")
     closed.closed = True
     survivors = node.come(0, 4, 5)
-    agreed = {"kind": "gathered", "what": SHRINK, "ranks": [0, 4, 5], "sequence": 7, "pairs": 0, "generation": 1}
+    numbers = {"sequence": 7, "pairs": 0, "generation": FIRST}
+    agreed = {"kind": "gathered", "what": SHRINK, "spans": [[0, 0], [4, 5]], **numbers}
     assert [rank.told for rank in survivors] == [[agreed]] * 3 and [rank.number for rank in survivors] == [0, 1, 2]
     assert dead.told == []
     for rank in (stopped, closed):
@@ -102,7 +88,7 @@ def test_letters_go_to_ranks_of_the_newest_agreement_only() -> None:
     node = Node(3)
     killed(node.ranks[0])
     one, other = node.come(1, 2)
-    good = {"to": [1], "letter": "op", "body": {"n": 1}, "generation": 1}
+    good = {"to": [1], "letter": "op", "body": {"n": 1}, "generation": FIRST}
     for wrong in (
         {**good, "generation": 0},
         {**good, "body": {"data": "x" * LETTER_BYTES}},
@@ -111,7 +97,7 @@ def test_letters_go_to_ranks_of_the_newest_agreement_only() -> None:
         node.hear(one, "post", **wrong)
     assert len(other.told) == 1
     node.hear(one, "post", **good)
-    assert other.told[1:] == [{"kind": "letter", "by": 0, "letter": "op", "body": {"n": 1}, "generation": 1}]
+    assert other.told[1:] == [{"kind": "letter", "by": 0, "letter": "op", "body": {"n": 1}, "generation": FIRST}]
 
 
 def test_a_rank_that_reads_nothing_is_judged() -> None:
@@ -119,7 +105,7 @@ def test_a_rank_that_reads_nothing_is_judged() -> None:
     node = Node(2)
     one, other = node.come(0, 1, what=RECONNECT)
     other.unsent = 100_000
-    node.hear(one, "post", to=[1], letter="op", body={}, generation=1)
+    node.hear(one, "post", to=[1], letter="op", body={}, generation=FIRST)
     (verdict,) = node.verdicts
     assert verdict.lost == (1,) and "takes no more messages" in verdict.text and len(other.told) == 1
 
@@ -172,7 +158,7 @@ class Client(Sentinel):
         self._node, self._mine, self.room, self._left = node, rank, True, False
         self._descent, self._rank = Descent.of_init("init", len(node.ranks)), rank.number
         self.reunion = Reunion(self._send, lambda: False, self._go_on_with)
-        self.reunion.generation = 1
+        self.reunion.generation = FIRST
 
     def _send(self, kind: str, **fields: Any) -> bool:
         if self.room:
@@ -248,10 +234,10 @@ def test_who_hears_nothing_more_waits_for_no_last_word(gone: bool, controls: lis
 def test_what_is_of_another_agreement_is_not_taken(controls: list[RelayedControl]) -> None:
     """Ranks have other numbers there; letters of a newer one stay for the control plane that comes with it."""
     client, letter = CLIENTS[0], {"kind": "letter", "by": 1, "letter": "op", "body": {"n": 1}}
-    for generation in (0, 2):
+    for generation in (0, FIRST + 2):
         client.reunion.hear({**letter, "generation": generation})
     assert not controls[0].pump() and len(client.reunion.letters) == 1
     assert not controls[0].settled()
-    client.reunion.generation = 2
+    client.reunion.generation = FIRST + 2
     assert controls[0].settled()
     assert RelayedControl(client).pump() and not client.reunion.letters

@@ -18,6 +18,7 @@ FUZZ_SECONDS = float(os.environ.get("BUTTER_MPI_TEST_FUZZ_SECONDS") or 1)
 NOTICE = {"error": "PeerLostError", "lost": [1], "text": "rank 1 was killed", "n": 4, "records": {"1": "a"}}
 STANDING = {"low": 7, "ranks": [4], "said": "rank 4", "closed": False}
 FACT = {"origin": 3, "serial": 7}
+LETTER = {"origin": 4, "to": 1, "n": 7}
 MESSAGES: list[dict[str, Any]] = [
     {"kind": "beat", "awake": True, "waits": False},
     {"kind": "up"},
@@ -29,12 +30,17 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "lowest", "epoch": 0, "at": 7, **STANDING},
     {"kind": "show", "epoch": 0, "first": 7, "last": 9},
     {"kind": "shown", "epoch": 0, "first": 7, "last": 9, "rank": 4, "entries": [[7, 0.5, 2**60, 3, 4, "a", 10.0, 0]]},
+    {"kind": "gathering", "generation": 0, "come": [[2, "x", 7, 0, 9.0, 1]], "elsewhere": [], "lost": [[3, "x"]]},
+    {"kind": "mail", **LETTER, "generation": 2, "by": 4, "ranks": [0], "letter": "op", "body": {"n": 1}},
+    {"kind": "got", **LETTER},
     {"kind": "notice", **FACT, "notice": NOTICE, "epoch": 0},
     {"kind": "gone", **FACT, "rank": 2, "text": "rank 2 was killed"},
     {"kind": "stopped", **FACT, "rank": 2, "text": "rank 2 has been stopped"},
     {"kind": "running", **FACT, "rank": 2},
     {"kind": "cut", **FACT, "node": 2, "text": "no word from host n02"},
     {"kind": "back", **FACT, "node": 2},
+    {"kind": "agreed", **FACT, "generation": 2, "after": 0, "what": "x", "spans": [], "sequence": 7, "pairs": 0},
+    {"kind": "declined", **FACT, "generation": 2, "error": "x", "spans": [], "text": "", "lost": [2], "alone": True},
 ]
 
 

@@ -1,0 +1,126 @@
+"""Watchers' links between nodes that all live in this process, over real connections; time is what a test says."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from butter_mpi.sentinel.links import HUBS, Links
+
+__all__ = ["SECRET", "TICK", "Net", "Node", "listener"]
+
+SECRET = bytes(range(32))
+TICK = 0.2
+
+
+def listener() -> socket.socket:
+    """A listening socket of this machine."""
+    sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    sock.setblocking(False)
+    return sock
+
+
+class Node:
+    """One watcher's end, without the watcher: what it was told, and whom it accused."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.heard: list[tuple[str, dict[str, Any]]] = []
+        self.accused: list[tuple[list[int], str, str]] = []
+        self.links = Links(config, lambda kind, fields: self.heard.append((kind, fields)), self._accuse)
+        self.awake, self.waits = True, False
+        # A frozen one does nothing; what is sent to it waits.
+        self.frozen = self.ended = False
+
+    def _accuse(self, ranks: Sequence[int], text: str, phase: str) -> None:
+        self.accused.append((list(ranks), text, phase))
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """What it was told of this kind."""
+        return [fields for one, fields in self.heard if one == kind]
+
+
+class Net:
+    """Some nodes of two ranks each, which all live in this process."""
+
+    def __init__(self, count: int, secret: bytes = SECRET, patience: float = 10, start: bool = True) -> None:
+        self.strangers: list[socket.socket] = []
+        sockets = [listener() for _ in range(min(HUBS, count))]
+        self.addresses = [one.getsockname() for one in sockets]
+        nodes = [(f"n{number}", [2 * number, 2 * number + 1]) for number in range(count)]
+        self.nodes = [
+            Node(
+                {
+                    "me": number,
+                    "nodes": nodes,
+                    "hubs": [[list(address)] for address in self.addresses],
+                    "listeners": [sockets[number].detach()] if number < HUBS else [],
+                    "secret": secret.hex(),
+                    "patience": patience,
+                }
+            )
+            for number in range(count)
+        ]
+        if start:
+            for node in self.nodes:
+                node.links.up()
+            self.pass_time(TICK)
+            assert all(node.told("begun") == [{}] for node in self.nodes)
+
+    def settle(self) -> None:
+        """Let all that is under way arrive, and what comes of it."""
+        poll = select.poll()
+        by_fd = {node.links.fileno(): node for node in self.nodes if not (node.frozen or node.ended)}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        while ready := poll.poll(2):
+            for fd, _ in ready:
+                by_fd[fd].links.serve()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, in ticks."""
+        for _ in range(round(seconds / TICK)):
+            for node in self.nodes:
+                if not (node.frozen or node.ended):
+                    node.links.tick(TICK, node.awake, node.waits)
+            self.settle()
+
+    def finish(self, number: int) -> bool:
+        """Whether a node whose ranks are over ends, once all have heard that."""
+        node = self.nodes[number]
+        for _ in range(2):
+            node.ended = node.ended or node.links.finish()
+            self.settle()
+        return node.ended
+
+    def kill(self, number: int) -> None:
+        """End a watcher as SIGKILL does."""
+        node = self.nodes[number]
+        node.ended = True
+        for one in list(node.links._connections._all.values()):
+            one.sock.close()
+        for sock in node.links._connections._listeners.values():
+            sock.close()
+
+    def cut(self, hub: int, other: int) -> None:
+        """Break the link of two nodes for good."""
+        links = self.nodes[hub].links
+        called = links._may_call
+        links._may_call = lambda number: number != other and called(number)  # type: ignore[method-assign]
+        link = links._peers[other].link
+        assert link is not None
+        links._connections.drop(link)
+
+    def close(self) -> None:
+        """Close all that is open."""
+        for number, node in enumerate(self.nodes):
+            self.kill(number)
+            node.links._connections._poll.close()
+        for sock in self.strangers:
+            sock.close()
+
+    def stranger(self, hub: int = 0) -> socket.socket:
+        """A connection of a stranger."""
+        self.strangers.append(socket.create_connection(self.addresses[hub], timeout=5))
+        return self.strangers[-1]
