@@ -272,5 +272,5 @@ def test_launcher_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_unknown_cell_is_refused() -> None:
     """A name that is none says how names are made."""
-    with pytest.raises(SystemExit, match=r"no cell kill\.wait; a name is FAULT\.PHASE\.PLANE\.LAUNCHER"):
+    with pytest.raises(SystemExit, match=r"no cell kill\.wait; a name is FAULT\.PHASE\.PLANE\.LAUNCHER\[\.RECOVERY\]"):
         main(["--cell", "kill.wait"])

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from helpers.mpirun import Job, JobResult, run_job, start_job
+from helpers.recovery import waits
 from helpers.standin import build
 
 HEAD = """
 import os, select, signal, sys, time
 import numpy as np
 import butter_mpi
-from butter_mpi import DType
 from helpers.memory import DeviceMemory
+from helpers.recovery import die_in_recovery, total
 from mpi4py import MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 def say(text):
@@ -30,16 +31,6 @@ def start(check="light", seconds=20, plane=os.environ["PLANE"], **more):
     return butter_mpi.init(plane=plane, check=check, fault=fault)
 def memory(comm):
     return DeviceMemory(comm.backend.device, comm.backend.stream)
-def total(comm):
-    # The sum of 1, 2, ... as many as there are ranks.
-    data = np.full(1000, comm.rank + 1, np.float32)
-    if not comm.backend.on_device:
-        comm.all_reduce(data)
-        return int(data[0])
-    place = memory(comm)
-    pointer = place.put(data)
-    comm.backend.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
-    return int(place.get(pointer, data)[0])
 def die():
     say(f"dies {time.monotonic()}")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -107,14 +98,13 @@ new.close()
 """
 
 DURING = """
-from butter_mpi.planes.nccl_life import NcclLife
 comm = start()
 assert total(comm) == 10
 if RANK == 1:
     die()
 lost(comm)
 if RANK == 2:
-    NcclLife._connect = lambda *_: die()
+    die_in_recovery("nccl", die)
 new = comm.shrink()
 assert total(new) == 3
 say(f"back {time.monotonic()} {new!r}")
@@ -237,8 +227,7 @@ if RANK == 2:
 error = lost(new)
 assert error.lost_ranks == (1,), error
 if RANK == 3:
-    from butter_mpi.planes.host import HostPlane
-    HostPlane.numbers_of = lambda *_: die()
+    die_in_recovery("host", die)
 newer = new.shrink()
 assert total(newer) == 3 and newer.sequence == 3 and "shrink 3 " in repr(newer), newer
 say(f"back {time.monotonic()} {newer!r}")
@@ -372,13 +361,11 @@ def jobs() -> Iterator[dict[str, Job]]:
         }
 
 
-def waits(result: JobResult, survivors: list[int]) -> list[float]:
-    """The seconds from the first death after the last return to work to the next sum, of the slowest survivor."""
+def seconds(result: JobResult, survivors: list[int]) -> list[float]:
+    """How long each return to work took."""
     deaths = [float(at) for out in result.rank_out for at in re.findall(r"^dies (\S+)", out, re.MULTILINE)]
     backs = [re.findall(r"^back (\S+)", result.rank_out[rank], re.MULTILINE) for rank in survivors]
-    ends = [max(map(float, same)) for same in zip(*backs, strict=True)]
-    begins = [min(at for at in deaths if at > before) for before in [0.0, *ends[:-1]]]
-    return [end - begin for begin, end in zip(begins, ends, strict=True)]
+    return waits(deaths, [[float(at) for at in those] for those in backs])
 
 
 @pytest.mark.parametrize(
@@ -412,7 +399,7 @@ def test_survivors_go_on_over_mpi() -> None:
 def _goes_on(result: JobResult, survivors: list[int], bound: float) -> None:
     assert result.rc == 0, result.text
     assert all(result.rank_out[rank].endswith("leaves with 0\n") for rank in survivors), result.text
-    found = waits(result, survivors)
+    found = seconds(result, survivors)
     assert found and max(found) < bound, (found, result.text)
 
 

@@ -1,7 +1,7 @@
 """What each rank of a cell runs: come into the phase, be struck or wait, and say when what was learned.
 
-Run by path: ``scene.py FAULT PHASE PLANE VERDICT_FILE``. Every rank learns of the victim's state by the lines that
-ranks write, never over MPI.
+Run by path: ``scene.py FAULT PHASE PLANE RECOVERY VERDICT_FILE``. Every rank learns of the victim's state by the lines
+that ranks write, never over MPI.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from helpers.memory import DeviceMemory, HostMemory
+from helpers.recovery import die_in_recovery, total
 from helpers.standin_rank import Gpu
 from mpi4py import MPI
 
@@ -28,18 +29,38 @@ from butter_mpi import DType, ReduceOp, bootstrap, nccl
 from butter_mpi.kernels import bf16_add_inplace
 from butter_mpi.planes import joining
 from butter_mpi.sentinel.client import Sentinel
-from matrix.lines import have_said, say, until
-from matrix.table import COLLECTIVE_DEADLINE, ENDING, FAULTS, HOST, ON_GPU, START, START_DEADLINE, STRICT, VICTIM
+from matrix.lines import folder, have_said, say, until
+from matrix.table import (
+    COLLECTIVE_DEADLINE,
+    ENDING,
+    FAULTS,
+    HOST,
+    NOTHING,
+    ON_GPU,
+    SECOND,
+    SHRINK,
+    START,
+    START_DEADLINE,
+    STRICT,
+    STRUCK,
+    VICTIM,
+)
 
-FAULT, PHASE, PLANE, FILE = sys.argv[1:]
+FAULT, PHASE, PLANE, RECOVERY, FILE = sys.argv[1:]
 RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-OTHERS = tuple(rank for rank in range(RANKS) if rank != VICTIM)
-IS_VICTIM = RANK == VICTIM
+VICTIMS = FAULTS[FAULT].gone if FAULT == "kill-others" else (VICTIM,)
+"""Those that are struck first, at one time."""
+OTHERS = tuple(rank for rank in range(RANKS) if rank not in VICTIMS)
+LEFT = tuple(rank for rank in range(RANKS) if rank not in FAULTS[FAULT].gone)
+"""Those that learn of it, and go on."""
+IS_VICTIM = RANK in VICTIMS
 KIND = FAULTS[FAULT].kind
 SETTLED = 0.2
 """Seconds after which a rank that has said that it is about to wait is inside that wait."""
 LATE_SECONDS = COLLECTIVE_DEADLINE + 4
 ALL_TOLD_SECONDS = 6.0
+AGAIN_SECONDS = 15.0
+"""How long a reconnect is tried again: a network that was cut comes back step by step."""
 _NO_MEMORY = 8
 JOINED: list[Any] = []
 _BROADCASTS = PHASE == "wait" and PLANE != HOST
@@ -57,9 +78,9 @@ def strike() -> None:
     """Let it happen, here and now, where it is one that ends or stops a process."""
     watcher = JOINED[0]._watcher if JOINED else 0
     say("fault", watcher=watcher)
-    if FAULT == "kill":
+    if FAULT.startswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    elif FAULT == "stop":
+    elif FAULT in ("stop", "freeze"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "exit3":
         os._exit(3)
@@ -245,6 +266,12 @@ class Work:
         elif KIND == "told":
             say("fault")
             self.usual()
+        elif FAULTS[FAULT].outside:
+            say("asks")
+            until((folder() / STRUCK).exists, 20)
+            if PLANE == HOST:
+                self.wait()
+            # The stand-in of NCCL uses no network: what the cut keeps from the others is not submitted.
         elif PHASE == "group" and not FAULTS[FAULT].lives:
             self.group(self.reduce, strike)
         else:
@@ -289,6 +316,52 @@ def watch_health(health: Any) -> None:
     say("poisoned", error=type(health.cause).__name__)
 
 
+# -- back to work ------------------------------------------------------------------------------------------------------
+
+
+def reconnect(comm: butter_mpi.Communicator) -> None:
+    """Repeat the bootstrap with every rank, once all know why."""
+    if FAULT == "freeze" and RANK == 0:
+        until(lambda: have_said("raised", OTHERS), AGAIN_SECONDS)
+        os.kill(int((folder() / f"rank{VICTIM}.pid").read_text()), signal.SIGCONT)
+    until(lambda: have_said("raised", LEFT), AGAIN_SECONDS)
+    end = time.monotonic() + AGAIN_SECONDS
+    while True:
+        try:
+            comm.attempt_reconnect()
+            return
+        except butter_mpi.PeerLostError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def go_on(comm: butter_mpi.Communicator) -> butter_mpi.Communicator:
+    """Go on as the cell says; the sum tells whether the data is right."""
+    if RECOVERY == SHRINK:
+        comm = comm.shrink()
+    else:
+        reconnect(comm)
+    say("back", sum=total(comm), ranks=comm.world_size)
+    return comm
+
+
+def recover(comm: butter_mpi.Communicator) -> None:
+    """Go back to work, as often as ranks are lost, and come to a good end."""
+    if FAULT == "kill-during" and RANK == SECOND:
+        die_in_recovery(PLANE, strike)
+    comm = go_on(comm)
+    if FAULT == "kill-twice":
+        if RANK == SECOND:
+            until(lambda: have_said("back", LEFT), ALL_TOLD_SECONDS)
+            strike()
+        with contextlib.suppress(butter_mpi.PeerLostError):
+            comm.wait_for_async_error(COLLECTIVE_DEADLINE)
+        comm = go_on(comm)
+    comm.all_gather_json(RANK)
+    comm.close()
+
+
 class Warned(logging.Handler):
     """Says that a warning came."""
 
@@ -309,6 +382,7 @@ def main() -> None:
     """Run the scene."""
     faulthandler.enable()
     logging.getLogger("butter_mpi").addHandler(Warned())
+    comm = None
     try:
         comm = start()
         work = Work(comm)
@@ -324,11 +398,13 @@ def main() -> None:
             raise
         lost, records = getattr(error, "lost_ranks", ()), getattr(error, "records", {})
         say("raised", error=type(error).__name__, lost=list(lost), text=str(error), records=len(records))
-        # Whoever ends first ends the others: all shall have the time to say what they learned.
-        expected = OTHERS if not FAULTS[FAULT].lives else range(RANKS)
-        with contextlib.suppress(OSError):
-            until(lambda: have_said("raised", expected), ALL_TOLD_SECONDS)
-        raise
+        if comm is None or RECOVERY == NOTHING:
+            # Whoever ends first ends the others: all shall have the time to say what they learned.
+            with contextlib.suppress(OSError):
+                until(lambda: have_said("raised", LEFT), ALL_TOLD_SECONDS)
+            raise
+    if comm is not None and RECOVERY != NOTHING:
+        recover(comm)
 
 
 if __name__ == "__main__":

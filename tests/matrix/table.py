@@ -1,12 +1,18 @@
-"""What the matrix is made of: faults, phases, planes and launchers; which go together, and what must come of a cell."""
+"""What the matrix is made of: faults, phases, planes, launchers, recoveries; which go together, what must come of it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 RANKS = 3
 VICTIM = 1
+SECOND = 2
+"""The rank that is lost after the victim, or with it, where two are."""
+STRUCK = "struck"
+"""The file by which the tool says that it has struck a host."""
 COLLECTIVE_DEADLINE = 10.0
 START_DEADLINE = 8.0
 
@@ -74,6 +80,19 @@ _ON = {
     STRICT: ("idle", "wait", "mpi", "group"),
 } | dict.fromkeys(ON_GPU, tuple(phase for phase in PHASES if phase not in ("join", "exchange")))
 IN_FLIGHT = ("python", "wait", "foreign", "group")
+RUNNING = ("idle", *IN_FLIGHT, "mpi")
+_BETWEEN = ("idle", "wait", "foreign", "mpi")
+"""The phases of cells on several hosts."""
+
+# -- recoveries --------------------------------------------------------------------------------------------------------
+
+NOTHING, RECONNECT, SHRINK = "nothing", "reconnect", "shrink"
+RECOVERIES = {
+    NOTHING: "the error is raised, and the job ends",
+    RECONNECT: "every rank calls attempt_reconnect(), once all have learned of it",
+    SHRINK: "those that are left call shrink()",
+}
+_OR_SHRINK, _OR_RECONNECT = (NOTHING, SHRINK), (NOTHING, RECONNECT)
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +102,7 @@ class Fault:
     """What happens to the victim.
 
     ``kind`` decides the bound and the error; ``phases`` are those in which it makes sense; ``lives``: the victim
-    learns of it like the others.
+    learns of it like the others; ``second``: another rank is lost as well, of so many ``ranks``.
     """
 
     name: str
@@ -92,36 +111,63 @@ class Fault:
     text: str
     lives: bool = False
     planes: tuple[str, ...] = PLANES
+    recoveries: tuple[str, ...] = (NOTHING,)
+    second: bool = False
+    ranks: int = RANKS
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks that the others go on without."""
+        return () if self.lives else (VICTIM, SECOND) if self.second else (VICTIM,)
+
+    @property
+    def outside(self) -> bool:
+        """Whether it strikes a whole host, from outside."""
+        return self.kind in ("host", "cut", "unseen")
 
 
 _ALL = tuple(PHASES)
 _MIDDLE = tuple(phase for phase in PHASES if phase not in ENDING)
 _GPU = (NCCL, STRICT)
+_ALIVE: dict[str, Any] = {"lives": True, "recoveries": _OR_RECONNECT}
+_TWO: dict[str, Any] = {"second": True, "recoveries": (SHRINK,)}
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("kill", "death", _ALL, "SIGKILL"),
-        Fault("stop", "frozen", _ALL, "SIGSTOP, for good"),
-        Fault("exit3", "death", _ALL, "os._exit(3)"),
-        Fault("exit0", "death", _ALL, "os._exit(0)"),
+        Fault("kill", "death", _ALL, "SIGKILL", recoveries=_OR_SHRINK),
+        Fault("stop", "frozen", _ALL, "SIGSTOP, for good", recoveries=_OR_SHRINK),
+        Fault("exit3", "death", _ALL, "os._exit(3)", recoveries=_OR_SHRINK),
+        Fault("exit0", "death", _ALL, "os._exit(0)", recoveries=_OR_SHRINK),
         Fault("leave0", "left", tuple(p for p in _MIDDLE if p != "idle"), "sys.exit(0) in the middle"),
         Fault("raise", "death", tuple(p for p in _ALL if p != "exit"), "an uncaught exception"),
-        Fault("other-kind", "mismatch", (*IN_FLIGHT, "mpi"), "another operation at the same number", True),
-        Fault("other-count", "mismatch", IN_FLIGHT, "another count", True),
-        Fault("other-dtype", "mismatch", IN_FLIGHT, "another dtype", True),
-        Fault("other-op", "mismatch", IN_FLIGHT, "another reduction", True),
-        Fault("other-root", "mismatch", ("wait", "group"), "another root", True),
-        Fault("skip", "mismatch", IN_FLIGHT, "one collective left out, then the next", True),
-        Fault("late", "late", (*IN_FLIGHT, "mpi"), "comes after the deadline of 10 s", True),
-        Fault("background", "told", IN_FLIGHT, "ncclRemoteError in the background of one rank", True, _GPU),
+        Fault("other-kind", "mismatch", (*IN_FLIGHT, "mpi"), "another operation at the same number", **_ALIVE),
+        Fault("other-count", "mismatch", IN_FLIGHT, "another count", **_ALIVE),
+        Fault("other-dtype", "mismatch", IN_FLIGHT, "another dtype", **_ALIVE),
+        Fault("other-op", "mismatch", IN_FLIGHT, "another reduction", **_ALIVE),
+        Fault("other-root", "mismatch", ("wait", "group"), "another root", **_ALIVE),
+        Fault("skip", "mismatch", IN_FLIGHT, "one collective left out, then the next", **_ALIVE),
+        Fault("late", "late", (*IN_FLIGHT, "mpi"), "comes after the deadline of 10 s", **_ALIVE),
+        Fault("background", "told", IN_FLIGHT, "ncclRemoteError in the background of one rank", planes=_GPU, **_ALIVE),
         Fault("sticky", "told", ("idle", *IN_FLIGHT), "a kernel breaks the CUDA context of one rank", True, _GPU),
         Fault("call", "told", ("unique-id", "nccl-init", *IN_FLIGHT), "a NCCL call fails on one rank", True, _GPU),
-        Fault("watcher-kill", "watcher", ("exchange", "idle", *IN_FLIGHT, "mpi"), "the watcher is killed", True),
-        Fault("watcher-stop", "watcher-frozen", ("exchange", "idle", *IN_FLIGHT, "mpi"), "it is stopped", True),
+        Fault("watcher-kill", "watcher", ("exchange", *RUNNING), "the watcher is killed", True),
+        Fault("watcher-stop", "watcher-frozen", ("exchange", *RUNNING), "it is stopped", True),
+        Fault("freeze", "frozen", RUNNING, "SIGSTOP, and SIGCONT once the others know", True, recoveries=(RECONNECT,)),
+        Fault("kill-others", "death", RUNNING, "SIGKILL of all ranks but one", **_TWO),
+        Fault("kill-twice", "death", RUNNING, "SIGKILL, and of another rank after the recovery", ranks=4, **_TWO),
+        Fault("kill-during", "death", RUNNING, "SIGKILL, and of another rank in the recovery", ranks=4, **_TWO),
+        Fault("host-kill", "host", _BETWEEN, "a host loses its networks, and all its processes"),
+        Fault("host-freeze", "host", _BETWEEN, "all processes of a host are stopped"),
+        Fault("cut-both", "cut", _BETWEEN, "a host is cut off from both networks", **_ALIVE),
+        Fault("cut-control", "cut", _BETWEEN, "a host is cut off from the launcher's network, which the links use", True),
+        Fault("cut-data", "cut", _BETWEEN, "a host is cut off from MPI's network, which the links use too", True),
+        Fault("cut-unseen", "unseen", ("wait", "mpi"), "a host is cut off from MPI's network alone", True, (HOST,)),
     )
 }
 # The stand-in alone can be told to do this.
 _BY_STANDIN = ("background", "call")
+# What happens to ranks and watchers and is told between hosts too.
+_ALSO_BETWEEN = ("kill", "stop", "watcher-kill", "watcher-stop")
 # A broadcast is what waits on the device: it moves bytes and reduces nothing.
 _NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
 
@@ -130,7 +176,10 @@ _NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
 
 @dataclass(frozen=True)
 class Launcher:
-    """How the ranks are started; ``seconds``: what a job costs under it; ``gpu``: of cells on real GPUs only."""
+    """How the ranks are started; ``seconds``: what a job costs under it; ``gpu``: of cells on real GPUs only.
+
+    ``hosts``: each rank has a host of its own, which is a network name space.
+    """
 
     name: str
     mpi: str
@@ -138,6 +187,17 @@ class Launcher:
     slurm: bool = False
     seconds: float = 2.0
     gpu: bool = False
+    hosts: bool = False
+
+    @property
+    def ulfm(self) -> bool:
+        """Whether MPI goes on without a lost rank."""
+        return "ulfm" in self.options
+
+    @property
+    def spares(self) -> bool:
+        """Whether it leaves survivors alone."""
+        return self.ulfm or "--enable-recovery" in self.options or self.name == "srun-mpich"
 
 
 LAUNCHERS = {
@@ -152,6 +212,9 @@ LAUNCHERS = {
         Launcher("srun-mpich", "mpich", ("--kill-on-bad-exit=0",), slurm=True, seconds=2.5),
         Launcher("srun-mpich-K", "mpich", ("--kill-on-bad-exit=1",), slurm=True, seconds=2.5),
         Launcher("srun-openmpi", "openmpi", ("--kill-on-bad-exit=0",), slurm=True, seconds=3.0),
+        Launcher("hosts-mpich", "mpich", seconds=4.0, hosts=True),
+        Launcher("hosts-openmpi", "openmpi", ("--enable-recovery",), seconds=4.0, hosts=True),
+        Launcher("hosts-openmpi-ulfm", "openmpi", ("--with-ft", "ulfm"), seconds=4.0, hosts=True),
     )
 }
 
@@ -160,17 +223,19 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault in one phase on one plane under one launcher."""
+    """One fault in one phase on one plane under one launcher, and what is done about it."""
 
     fault: str
     phase: str
     plane: str
     launcher: str
+    recovery: str = NOTHING
 
     @property
     def name(self) -> str:
         """How people ask for it."""
-        return f"{self.fault}.{self.phase}.{self.plane}.{self.launcher}"
+        more = "" if self.recovery == NOTHING else f".{self.recovery}"
+        return f"{self.fault}.{self.phase}.{self.plane}.{self.launcher}{more}"
 
     @property
     def kind(self) -> str:
@@ -180,48 +245,103 @@ class Cell:
     @property
     def ranks(self) -> int:
         """How many there are."""
-        return ON_GPU[self.plane].ranks if self.plane in ON_GPU else RANKS
+        return ON_GPU[self.plane].ranks if self.plane in ON_GPU else FAULTS[self.fault].ranks
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether each rank has a host of its own."""
+        return LAUNCHERS[self.launcher].hosts
+
+    @property
+    def part(self) -> str:
+        """The part of the matrix, and of its page, that it belongs to."""
+        return RECOVERY_PART if self.recovery != NOTHING else HOSTS_PART if self.on_hosts else FIRST_PART
 
     @property
     def slow(self) -> bool:
         """Whether it lasts seconds by design, so that another one beside it does not decide the outcome."""
-        return self.kind in ("frozen", "late", "watcher-frozen") or self.phase == "join"
+        return self.kind in _SECONDS and self.kind != "left" or self.phase == "join"
 
     @property
     def seconds(self) -> float:
         """What it costs, about."""
-        more = {"frozen": 5.0, "watcher-frozen": 5.5, "late": 15.0, "left": 1.0}.get(self.kind, 0.0)
-        return LAUNCHERS[self.launcher].seconds + max(more, START_DEADLINE if self.phase == "join" else 0.0)
+        more = max(_SECONDS.get(self.kind, 0.0), START_DEADLINE if self.phase == "join" else 0.0)
+        if self.kind == "watcher" and self.on_hosts:
+            more = _SECONDS["host"]
+        return LAUNCHERS[self.launcher].seconds + more + (self.recovery != NOTHING) * 0.5
 
     @property
     def judged(self) -> tuple[int, ...]:
-        """The ranks that must learn of it."""
-        return tuple(rank for rank in range(self.ranks) if rank != VICTIM or FAULTS[self.fault].lives)
+        """The ranks that must learn of it; after a recovery those that must be back at work."""
+        return tuple(rank for rank in range(self.ranks) if rank not in FAULTS[self.fault].gone)
 
     @property
     def blames(self) -> bool:
-        """Whether the victim must be named as lost."""
-        return self.kind in ("death", "left", "frozen", "late")
+        """Whether ranks must be named as lost."""
+        return self.kind in ("death", "left", "frozen", "late", "host", "cut")
+
+    def lost(self, rank: int) -> list[tuple[int, ...]]:
+        """Return whom a rank may name as lost: whoever is gone; of two sides that are cut off each the other one.
+
+        Where MPI's network stands, one side tells the other what it sees, and that is then the first cause of both.
+        """
+        gone = FAULTS[self.fault].gone or (VICTIM,)
+        others = tuple(other for other in range(self.ranks) if other not in gone)
+        if self.fault == "cut-control":
+            return [gone, others]
+        return [others if self.kind == "cut" and rank == VICTIM else gone]
 
 
-def fits(fault: Fault, phase: str, plane: str) -> bool:
+FIRST_PART, HOSTS_PART, RECOVERY_PART = PARTS = ("host", "hosts", "recovery")
+_SECONDS = {"frozen": 5.0, "watcher-frozen": 5.5, "late": 15.0, "left": 1.0, "host": 5.0, "cut": 5.0, "unseen": 12.0}
+"""What a kind lasts by design."""
+
+
+def _happens(fault: Fault, phase: str, plane: str) -> bool:
     """Say whether a fault makes sense in a phase on a plane."""
     if phase not in fault.phases or phase not in _ON[plane]:
         return False
     if fault.name in _BY_STANDIN if plane in ON_GPU else plane not in fault.planes:
         return False
+    if fault.name == "host-kill" and plane == NCCL and phase in IN_FLIGHT:
+        # The stand-in sees the end of a process, whatever network is cut.
+        return False
+    if fault.second and plane in ON_GPU and ON_GPU[plane].ranks <= SECOND:
+        return False
     return not (fault.name in _NOT_IN_A_BROADCAST and phase == "wait" and plane != HOST)
+
+
+def _is_on(fault: Fault, cell: Cell) -> bool:
+    """Say whether a fault is one of several hosts where there are several, and of one where there is one."""
+    if not cell.on_hosts:
+        return not fault.outside
+    return (fault.outside or fault.name in _ALSO_BETWEEN) and cell.phase in _BETWEEN and cell.plane != STRICT
+
+
+def _recovers(fault: Fault, cell: Cell) -> bool:
+    """Say whether ranks can do that: who is lost needs a launcher that spares the others, or MPI's own shrink."""
+    launcher = LAUNCHERS[cell.launcher]
+    if cell.recovery not in fault.recoveries or (cell.recovery != NOTHING and cell.phase not in RUNNING):
+        return False
+    if cell.recovery != SHRINK:
+        return True
+    if cell.plane == HOST or cell.on_hosts:
+        # MPI waits for a rank that is stopped.
+        return launcher.ulfm and fault.kind != "frozen"
+    return launcher.spares
+
+
+def fits(cell: Cell) -> bool:
+    """Say whether a cell makes sense."""
+    fault = FAULTS[cell.fault]
+    return _happens(fault, cell.phase, cell.plane) and _is_on(fault, cell) and _recovers(fault, cell)
 
 
 def every_cell(planes: Iterable[str] = PLANES, *, gpu: bool = False) -> Iterator[Cell]:
     """Yield all that make sense, in the order of the tables."""
     launchers = [launcher.name for launcher in LAUNCHERS.values() if launcher.gpu == gpu]
-    for fault in FAULTS.values():
-        for phase in PHASES:
-            for plane in planes:
-                if fits(fault, phase, plane):
-                    for launcher in launchers:
-                        yield Cell(fault.name, phase, plane, launcher)
+    every = itertools.product(FAULTS, PHASES, planes, launchers, RECOVERIES)
+    return (cell for values in every if fits(cell := Cell(*values)))
 
 
 # -- what must come ----------------------------------------------------------------------------------------------------
@@ -248,21 +368,39 @@ BOUNDS = {
     "watcher-frozen": Bound(5000, 5000, 5000),
     "left": Bound(5000, 5000, 5000),
     "told": Bound(5000, 5000, 5000),
+    "host": Bound(5000, 5000, 5000),
+    "cut": Bound(5000, 5000, 5000),
     # From the begin of the wait.
     "late": Bound(11000, 11000, 11000),
+    "unseen": Bound(11000, 11000, 11000),
 }
+_BETWEEN_HOSTS = Bound(500, 500, 1500)
+"""Of a rank that was killed."""
 WARNED_AT = (5000, 6000)
 LATE_AT = (10000, 11000)
 ENDED_WITHIN = 5000.0
 """Of close and exit: milliseconds until the processes of the others are gone."""
 
 
-def bound(cell: Cell) -> Bound:
-    """Return the bounds of a cell."""
+BACK = {HOST: 2000.0}
+BACK_ON_GPU = 1500.0
+
+
+def back_within(cell: Cell) -> float:
+    """Return within how many milliseconds all must be back at work: of a death from there on, else once all know."""
+    return BACK.get(cell.plane, BACK_ON_GPU)
+
+
+def bound(cell: Cell, rank: int) -> Bound:
+    """Return the bounds of a cell for a rank."""
     if cell.phase == "join":
         return Bound(*[START_DEADLINE * 1000] * 3)
     if cell.phase in START:
         return Bound(*[min(START_DEADLINE, 5.0) * 1000] * 3)
+    if cell.on_hosts and cell.kind == "death":
+        return _BETWEEN_HOSTS
+    if cell.on_hosts and cell.kind == "watcher" and rank != VICTIM:
+        return BOUNDS["host"]
     return BOUNDS[cell.kind]
 
 
@@ -275,6 +413,9 @@ ERRORS = {
     "mismatch": "CollectiveMismatchError",
     "late": "CollectiveTimeoutError",
     "told": "CommunicatorBrokenError",
+    "host": "PeerLostError",
+    "cut": "PeerLostError",
+    "unseen": "CollectiveTimeoutError",
 }
 
 
@@ -302,6 +443,7 @@ class Calm:
     planes: tuple[str, ...] = (HOST, NCCL)
     deadlines: tuple[float, float] = (30.0, 120.0)
     alone: bool = False
+    hosts: bool = False
 
 
 CALM = {
@@ -314,6 +456,7 @@ CALM = {
         Calm("suspended", "all ranks are stopped and continued", 6, 30),
         Calm("debugger", "a debugger stops a rank, with the switch for it on", 8, 60),
         Calm("child", "a child has every descriptor and outlives its parent's close", 3, 3),
+        Calm("outage", "a host is off all networks for 3 s", 3, 3, (HOST,), hosts=True),
         Calm("saturated", "both cores are saturated", 12, 600, alone=True),
     )
 }
