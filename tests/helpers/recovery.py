@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,11 @@ from helpers.memory import DeviceMemory
 def total(comm: Communicator) -> int:
     """Return the sum of 1, 2, ... as many as there are ranks, by an all-reduce on the communicator's plane."""
     data = np.full(1000, comm.rank + 1, np.float32)
-    if comm.backend.on_device:
-        place = DeviceMemory(comm.backend.device, comm.backend.stream)
+    plane: Any = comm.backend
+    if plane.on_device:
+        place = DeviceMemory(plane.device, plane.stream)
         pointer = place.put(data)
-        comm.backend.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
+        plane.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
         data = place.get(pointer, data)
     else:
         comm.all_reduce(data)
@@ -28,10 +30,8 @@ def total(comm: Communicator) -> int:
 
 def die_in_recovery(plane: str, die: Callable[[], object]) -> None:
     """Let this rank die in its next recovery, once the survivors have agreed and start what they go on with."""
-    if plane == "host":
-        HostPlane.numbers_of = lambda *_: die()
-    else:
-        NcclLife._connect = lambda *_: die()
+    owner, step = (HostPlane, "numbers_of") if plane == "host" else (NcclLife, "_connect")
+    setattr(owner, step, lambda *_: die())
 
 
 def waits(deaths: Iterable[float], backs: Sequence[Sequence[float]]) -> list[float]:

@@ -37,9 +37,9 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", metavar="LIST", help="run the cells of real GPUs on these, such as 0 or 0,1")
     parser.add_argument("--plane", action="append", choices=ON_GPU, help="of those cells only this plane; repeatable")
     parser.add_argument(
-        "--part", action="append", choices=PARTS, help="only these cells: of one host, of several, of recoveries"
+        "--part", action="append", choices=PARTS, help="only cells of one host, of several, of recoveries; repeatable"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes; a selection by hand has none otherwise")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes")
     chosen = parser.parse_args(words)
     chosen.gpus = chosen.gpus.split(",") if chosen.gpus else []
     if chosen.plane is None:

@@ -58,8 +58,16 @@ def covering(chosen: Sequence[Cell], candidates: Iterable[Cell]) -> list[Cell]:
 
 def selection() -> list[Cell]:
     """Return the cells of a full run."""
-    first = dangerous()
-    return [*first, *covering(first, every_cell())]
+    chosen = dangerous()
+    chosen += covering(chosen, every_cell())
+    return [*chosen, *(cell for cell in _between_hosts() if cell not in chosen)]
+
+
+def _between_hosts() -> list[Cell]:
+    """Return the dangerous faults of ranks, on several hosts, in every phase that cells have there."""
+    every = itertools.product(_DANGEROUS.items(), PHASES, (HOST, NCCL))
+    cells = (Cell(fault, phase, plane, f"hosts-{launcher}") for (fault, launcher), phase, plane in every)
+    return [cell for cell in cells if fits(cell)]
 
 
 def on_gpus(planes: Sequence[str]) -> list[Cell]:
@@ -98,18 +106,18 @@ def cost(cells: Iterable[Cell]) -> float:
 
 
 def _to_be_seen(cell: Cell) -> set[str]:
-    return {cell.fault, cell.launcher, f"{cell.recovery} on {cell.plane}"}
+    return {cell.fault, cell.launcher, cell.recovery}
 
 
 def for_ci() -> list[Cell]:
     """Return what fits: the dangerous pairs, every fault, launcher and recovery, then what covers most, as it fits."""
     cells = dangerous()
-    more = selection()[len(cells) :]
+    more = [cell for cell in selection() if cell not in cells]
     seen = {value for cell in cells for value in _to_be_seen(cell)}
-    for cell in sorted(more, key=lambda cell: cell.seconds):
-        if not _to_be_seen(cell) <= seen:
-            cells.append(cell)
-            seen |= _to_be_seen(cell)
+    while left := [cell for cell in more if not _to_be_seen(cell) <= seen]:
+        best = max(left, key=lambda cell: len(_to_be_seen(cell) - seen) / cost([cell]))
+        cells.append(best)
+        seen |= _to_be_seen(best)
     for cell in more:
         if cell not in cells and cost([*cells, cell]) <= CI_SECONDS:
             cells.append(cell)

@@ -43,7 +43,7 @@ def _signal(pids: Iterable[int], number: int) -> None:
 def _strike_all(cell: Cell, pids: Sequence[int]) -> None:
     """Stop or kill all processes of a host; its launcher's daemon is stopped in any case.
 
-    A host that loses its power closes no connection, also not that of the daemon, whose end the launcher would see here.
+    A host that loses its power closes no connection, nor that of the daemon, whose end the launcher would see here.
     """
     _signal(pids, signal.SIGSTOP)
     if cell.fault == "host-kill":

@@ -12,13 +12,28 @@ from collections.abc import Sequence
 from butter_mpi.cuda import devices
 from butter_mpi.errors import CUDAError
 from matrix.judging import PASSED, Outcome
-from matrix.table import CALM, FAULTS, LAUNCHERS, ON_GPU, PHASES, Cell
+from matrix.table import (
+    BACK,
+    BACK_ON_GPU,
+    CALM,
+    FAULTS,
+    FIRST_PART,
+    HOST,
+    HOSTS_PART,
+    LAUNCHERS,
+    ON_GPU,
+    PHASES,
+    RECOVERIES,
+    RECOVERY_PART,
+    Cell,
+)
 
 _HEAD = """\
 # The fault matrix
 
-Written by `./launch/fault-matrix`; do not edit it. Real jobs of three ranks (two, where each has
-a GPU), of which rank 1 is the victim of one fault each, and what the others learned after how many milliseconds.
+Written by `./launch/fault-matrix`; do not edit it. Real jobs of three ranks (two, where each has a GPU; four, where
+a second one is lost later), of which rank 1 is the victim of one fault each, and what the others learned after how many
+milliseconds.
 
 * What ran: {what}.
 * {date}, {machine}.
@@ -33,12 +48,33 @@ _STANDINS = """\
 The nccl plane ran on the stand-ins of CUDA and NCCL (`tests/standin`); `nccl-strict` is `check="strict"`. Cells on real
   GPUs: [fault_matrix_gpu.md](fault_matrix_gpu.md)."""
 
-_CELLS = """
+_SECTIONS = {
+    FIRST_PART: """
 ## Cells
 
 Milliseconds from the fault, where a rank is late from the begin of the wait: median / worst over ranks and repeats.
 
-"""
+""",
+    HOSTS_PART: """
+## Several hosts
+
+Each rank has a host of its own, which is a network name space: one network carries the launcher and the watchers'
+links, another one MPI. The bound of a rank that was killed is 500 ms, that of all else 5 s; of two sides that are cut
+off each names the other, but that MPI's network, where it stands (`cut-control`), carries what one side saw first to
+both. On the nccl plane the stand-in of NCCL uses no network, so a cut is one of the links. What the
+links do not see (`cut-unseen`) is found by the operations that wait, at their deadline of 10 s.
+
+""",
+    RECOVERY_PART: f"""
+## Back to work
+
+What the ranks do after the error: `reconnect`, where all live, or `shrink`. *Back to work*: to an all-reduce of all
+that are left with right data; counted from each death, and where none died from when the last rank had learned of it.
+At most {BACK_ON_GPU:.0f} ms, on the host plane {BACK[HOST]:.0f}. Then every rank that is left ends with status 0,
+unless a cut has left MPI with a request that never completes: it says so, and MPI ends the job after the close.
+
+""",
+}
 
 
 def _ms(values: Sequence[float]) -> str:
@@ -49,19 +85,13 @@ def row(cell: Cell, outcome: Outcome) -> list[str]:
     """Return what a table shows of a cell."""
     ranks = "; ".join(f"{rank}: {text}" for rank, text in sorted(outcome.ranks.items()))
     last = outcome.ms["ended"] or outcome.ms["raised"]
-    return [
-        cell.fault,
-        cell.phase,
-        cell.plane,
-        cell.launcher,
-        outcome.status,
-        _ms(outcome.ms["poisoned"]),
-        _ms(outcome.ms["returned"]),
-        _ms(last),
-        ranks,
-    ]
+    names = [cell.fault, cell.phase, cell.plane, cell.launcher]
+    if cell.part == RECOVERY_PART:
+        return [*names, cell.recovery, outcome.status, _ms(last), _ms(outcome.ms["back"])]
+    return [*names, outcome.status, _ms(outcome.ms["poisoned"]), _ms(outcome.ms["returned"]), _ms(last), ranks]
 
 
+RECOVERY_COLUMNS = "fault|phase|plane|launcher|recovery|outcome|raised ms|back to work ms".split("|")
 COLUMNS = "fault|phase|plane|launcher|outcome|poisoned ms|foreign wait ms|raised or ended ms|ranks".split("|")
 
 
@@ -70,7 +100,7 @@ def line(name: str, outcome: Outcome) -> str:
     ms = outcome.ms
     times = ", ".join(f"{what} {_ms(values)}" for what, values in ms.items() if values)
     reasons = "".join(f"\n    {why}" for why in outcome.why)
-    return f"{outcome.status:15} {name:50} {times}{reasons if outcome.status != PASSED else ''}"
+    return f"{outcome.status:15} {name:58} {times}{reasons if outcome.status != PASSED else ''}"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -104,8 +134,9 @@ def page(
     real = [gpus for gpus in ON_GPU.values() if any(cell.plane == gpus.name for cell in cells)]
     planes = "; ".join(f"`{gpus.name}`: {gpus.text}" for gpus in real) + "." if real else _STANDINS
     text = _HEAD.format(what=what, date=date.isoformat(), machine=_machine(load), counts=counts, planes=planes)
-    text += _CELLS
-    text += _table(COLUMNS, [row(cell, outcome) for cell, outcome in cells.items()])
+    for part, begin in _SECTIONS.items():
+        if rows := [row(cell, outcome) for cell, outcome in cells.items() if cell.part == part]:
+            text += begin + _table(RECOVERY_COLUMNS if part == RECOVERY_PART else COLUMNS, rows)
     bad = [(cell.name, outcome) for cell, outcome in cells.items() if outcome.status != PASSED]
     bad += [(name, outcome) for name, outcome in calm.items() if outcome.status != PASSED]
     if bad:
@@ -118,6 +149,7 @@ def page(
     text += "\n## Words\n\n"
     text += _table(["fault", "meaning"], [[f.name, f.text] for f in FAULTS.values()]) + "\n"
     text += _table(["phase", "meaning"], [[name, meaning] for name, meaning in PHASES.items()]) + "\n"
+    text += _table(["recovery", "meaning"], [[name, meaning] for name, meaning in RECOVERIES.items()]) + "\n"
     rows = [[one.name, " ".join(["srun" if one.slurm else "mpirun", *one.options])] for one in LAUNCHERS.values()]
     return text + _table(["launcher", "options"], rows)
 

@@ -1,4 +1,4 @@
-"""What the matrix is made of: faults, phases, planes, launchers, recoveries; which go together, what must come of it."""
+"""What the matrix is made of: faults, phases, planes, launchers, recoveries; which go together, what must come."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ FAULTS = {
         Fault("host-kill", "host", _BETWEEN, "a host loses its networks, and all its processes"),
         Fault("host-freeze", "host", _BETWEEN, "all processes of a host are stopped"),
         Fault("cut-both", "cut", _BETWEEN, "a host is cut off from both networks", **_ALIVE),
-        Fault("cut-control", "cut", _BETWEEN, "a host is cut off from the launcher's network, which the links use", True),
-        Fault("cut-data", "cut", _BETWEEN, "a host is cut off from MPI's network, which the links use too", True),
+        Fault("cut-control", "cut", _BETWEEN, "a host is cut off from the launcher's network, that of the links", True),
+        Fault("cut-data", "cut", _BETWEEN, "a host is cut off from MPI's network, and here that of the links", True),
         Fault("cut-unseen", "unseen", ("wait", "mpi"), "a host is cut off from MPI's network alone", True, (HOST,)),
     )
 }
@@ -260,7 +260,7 @@ class Cell:
     @property
     def slow(self) -> bool:
         """Whether it lasts seconds by design, so that another one beside it does not decide the outcome."""
-        return self.kind in _SECONDS and self.kind != "left" or self.phase == "join"
+        return (self.kind in _SECONDS and self.kind != "left") or self.phase == "join"
 
     @property
     def seconds(self) -> float:
