@@ -396,6 +396,19 @@ def test_page_says_what_was_run_and_what_was_not() -> None:
     assert "`gpu-p2p`: three ranks on one GPU, over P2P" in text and "stand-ins" not in text
 
 
+def test_part_of_a_page_is_put_in_its_place() -> None:
+    """A part that ran alone takes the place of its section, or finds one; the others stay, but for the words."""
+    day = datetime.date(2026, 1, 2)
+    whole = reporting.page({KILL: Outcome()}, {"child.host.mpich": Outcome()}, what="it", load=[1.0], date=day)
+    first = reporting.with_parts(whole, {SHRUNK: Outcome(WRONG, ["rank 0 hangs"])}, load=[1.0], date=day)
+    order = ["## Cells", "## Back to work", f"* `{SHRUNK.name}`, wrong: rank 0 hangs", "## False alarms", "## Words"]
+    assert order == sorted(order, key=first.index)
+    later = datetime.date(2026, 1, 3)
+    second = reporting.with_parts(first, {SHRUNK: Outcome()}, load=[1.0], date=later)
+    assert "rank 0 hangs" not in second and second.count("## ") == first.count("## ") == whole.count("## ") + 1
+    assert "Run apart from the other sections: 2026-01-03" in second and "* 2026-01-02, " in second
+
+
 def test_committed_page_is_of_this_table() -> None:
     """The page under docs has the dangerous cells and every scene, and no cell that the table does not know."""
     text = (ROOT / "docs" / "fault_matrix.md").read_text()

@@ -37,7 +37,10 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", metavar="LIST", help="run the cells of real GPUs on these, such as 0 or 0,1")
     parser.add_argument("--plane", action="append", choices=ON_GPU, help="of those cells only this plane; repeatable")
     parser.add_argument(
-        "--part", action="append", choices=PARTS, help="only cells of one host, of several, of recoveries; repeatable"
+        "--part",
+        action="append",
+        choices=PARTS,
+        help="only cells of one host, of several, of recoveries; repeatable; a page keeps its other sections",
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes")
     chosen = parser.parse_args(words)
@@ -126,7 +129,7 @@ def _together(tasks: Sequence[Callable[[], None]], at_a_time: int = AT_A_TIME) -
 
 def _what(chosen: argparse.Namespace) -> str:
     if chosen.gpus:
-        return "SIGKILL and SIGSTOP in every phase, every other fault in one, and so every recovery"
+        return "SIGKILL and SIGSTOP in every phase, every other fault in one, recoveries of each kind of fault"
     return "every dangerous pair, and " + ("of the others what fits" if chosen.ci else "every other pair of values")
 
 
@@ -159,7 +162,10 @@ def main(words: Sequence[str] | None = None) -> int:
         calm_in_order = {".".join(scene): run.calm[".".join(scene)] for scene in calm}
         today = datetime.datetime.now(datetime.UTC).date()
         page = chosen.page or DOCS / ("fault_matrix_gpu.md" if chosen.gpus else "fault_matrix.md")
-        page.write_text(reporting.page(ordered, calm_in_order, what=_what(chosen), load=run.load, date=today))
+        if chosen.part and page.exists():
+            page.write_text(reporting.with_parts(page.read_text(), ordered, load=run.load, date=today))
+        else:
+            page.write_text(reporting.page(ordered, calm_in_order, what=_what(chosen), load=run.load, date=today))
     return 1 if bad else 0
 
 

@@ -88,15 +88,19 @@ def on_gpus(planes: Sequence[str]) -> list[Cell]:
 
 
 def _recoveries(cells: Iterable[Cell]) -> list[Cell]:
-    """Return, of a shared GPU, each recovery of each fault in one phase: another one for each fault; SIGKILL in two."""
+    """Return, of a shared GPU, the recoveries of each kind of fault in one phase, of each way to kill, SIGKILL in two.
+
+    What ranks do after a mismatch does not depend on which one it was.
+    """
     of_each: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if cell.part == RECOVERY_PART and ON_GPU[cell.plane].shared and cell.phase in IN_FLIGHT:
-            of_each.setdefault((cell.fault, cell.plane), []).append(cell)
+            which = cell.fault if cell.fault.startswith("kill") else f"{cell.kind} {cell.recovery}"
+            of_each.setdefault((which, cell.plane), []).append(cell)
     chosen = []
-    for number, ((fault, _), same) in enumerate(of_each.items()):
-        turned = same[number // 2 % len(same) :] + same
-        chosen += turned[: 2 if fault == "kill" else 1]
+    for number, ((which, _), same) in enumerate(of_each.items()):
+        turned = same[number % len(same) :] + same
+        chosen += turned[: 2 if which == "kill" else 1]
     return chosen
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from butter_mpi.cuda import devices
 from butter_mpi.errors import CUDAError
@@ -61,8 +62,8 @@ Milliseconds from the fault, where a rank is late from the begin of the wait: me
 Each rank has a host of its own, which is a network name space: one network carries the launcher and the watchers'
 links, another one MPI. The bound of a rank that was killed is 500 ms, that of all else 5 s; of two sides that are cut
 off each names the other, but that MPI's network, where it stands (`cut-control`), carries what one side saw first to
-both. On the nccl plane the stand-in of NCCL uses no network, so a cut is one of the links. What the
-links do not see (`cut-unseen`) is found by the operations that wait, at their deadline of 10 s.
+both. On the nccl plane the stand-in of NCCL uses no network, so a cut is one of the links. What the links do not see
+(`cut-unseen`) is found by the operations that wait, at their deadline of 10 s.
 
 """,
     RECOVERY_PART: f"""
@@ -127,26 +128,63 @@ def page(
     cells: dict[Cell, Outcome], calm: dict[str, Outcome], *, what: str, load: Sequence[float], date: datetime.date
 ) -> str:
     """Return the page."""
-    counted = Counter(outcome.status for outcome in cells.values())
-    counts = (
-        f"Cells: {len(cells)}: " + ", ".join(f"{number} {status}" for status, number in counted.most_common()) + "."
-    )
     real = [gpus for gpus in ON_GPU.values() if any(cell.plane == gpus.name for cell in cells)]
     planes = "; ".join(f"`{gpus.name}`: {gpus.text}" for gpus in real) + "." if real else _STANDINS
-    text = _HEAD.format(what=what, date=date.isoformat(), machine=_machine(load), counts=counts, planes=planes)
-    for part, begin in _SECTIONS.items():
-        if rows := [row(cell, outcome) for cell, outcome in cells.items() if cell.part == part]:
-            text += begin + _table(RECOVERY_COLUMNS if part == RECOVERY_PART else COLUMNS, rows)
-    bad = [(cell.name, outcome) for cell, outcome in cells.items() if outcome.status != PASSED]
-    bad += [(name, outcome) for name, outcome in calm.items() if outcome.status != PASSED]
-    if bad:
-        text += "\n## What did not pass\n\n"
-        text += "".join(f"* `{name}`, {one.status}: {_reason(one)}\n" for name, one in bad)
+    text = _HEAD.format(
+        what=what, date=date.isoformat(), machine=_machine(load), counts=_counts(cells.values()), planes=planes
+    )
+    text += "".join(_section(part, cells) for part in _SECTIONS)
+    bad = {cell.name: outcome for cell, outcome in cells.items()} | calm
+    if listed := _bad(bad):
+        text += f"\n## What did not pass\n\n{listed}"
     if calm:
         text += "\n## False alarms\n\nScenes that must end well.\n\n"
         rows = [[name, CALM[name.split(".")[0]].text, outcome.status] for name, outcome in calm.items()]
         text += _table(["scene", "what", "outcome"], rows)
-    text += "\n## Words\n\n"
+    return text + _words()
+
+
+def with_parts(old: str, cells: dict[Cell, Outcome], *, load: Sequence[float], date: datetime.date) -> str:
+    """Return a page in which the sections of the parts of these cells are new, and say when and where they ran."""
+    for part in _SECTIONS:
+        of_it = {cell: outcome for cell, outcome in cells.items() if cell.part == part}
+        if of_it:
+            ran = f"Run apart from the other sections: {date.isoformat()}, {_machine(load)}. {_counts(of_it.values())}"
+            listed = _bad({cell.name: outcome for cell, outcome in of_it.items()})
+            old = _put(old, f"{_section(part, of_it)}\n{ran}\n" + (listed and f"\n{listed}"))
+    return _put(old, _words())
+
+
+def _put(page: str, section: str) -> str:
+    """Put a section into a page: in the place of the old one, else behind the tables of cells."""
+    title = section.strip().splitlines()[0]
+    there = re.compile(rf"\n{re.escape(title)}\n.*?(?=\n## |\Z)", re.DOTALL)
+    if there.search(page):
+        return there.sub(lambda _: section, page, count=1)
+    at = re.search(r"\n## (What did not pass|False alarms|Words)\n|\Z", page)
+    assert at is not None
+    return page[: at.start()] + section + page[at.start() :]
+
+
+def _section(part: str, cells: dict[Cell, Outcome]) -> str:
+    """Return the section of a part; nothing, if no cell is of it."""
+    rows = [row(cell, outcome) for cell, outcome in cells.items() if cell.part == part]
+    columns = RECOVERY_COLUMNS if part == RECOVERY_PART else COLUMNS
+    return _SECTIONS[part] + _table(columns, rows) if rows else ""
+
+
+def _counts(outcomes: Collection[Outcome]) -> str:
+    counted = Counter(outcome.status for outcome in outcomes).most_common()
+    return f"Cells: {len(outcomes)}: " + ", ".join(f"{number} {status}" for status, number in counted) + "."
+
+
+def _bad(outcomes: dict[str, Outcome]) -> str:
+    bad = [(name, one) for name, one in outcomes.items() if one.status != PASSED]
+    return "".join(f"* `{name}`, {one.status}: {_reason(one)}\n" for name, one in bad)
+
+
+def _words() -> str:
+    text = "\n## Words\n\n"
     text += _table(["fault", "meaning"], [[f.name, f.text] for f in FAULTS.values()]) + "\n"
     text += _table(["phase", "meaning"], [[name, meaning] for name, meaning in PHASES.items()]) + "\n"
     text += _table(["recovery", "meaning"], [[name, meaning] for name, meaning in RECOVERIES.items()]) + "\n"
