@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import platform
@@ -10,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from butter_mpi._nccl_types import version_text
 from butter_mpi.cuda import devices
 from butter_mpi.errors import CUDAError
 from matrix.judging import PASSED, Outcome
@@ -121,7 +123,15 @@ def _gpus() -> str:
         found = [device["name"] for device in devices(os.environ)]
     except CUDAError:
         return ""
-    return ", ".join(f"{count} {name}" for name, count in Counter(found).items())
+    return ", ".join(f"{count} {name}" for name, count in Counter(found).items()) + _nccl()
+
+
+def _nccl() -> str:
+    library, version = os.environ.get("BUTTER_MPI_TEST_NCCL"), ctypes.c_int()
+    if library is None:
+        return ""
+    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(version))
+    return f", NCCL {version_text(version.value)}"
 
 
 def page(
