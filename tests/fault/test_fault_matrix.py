@@ -13,25 +13,10 @@ from typing import Any
 import pytest
 from matrix import choosing, reporting
 from matrix.__main__ import main, scenes
+from matrix.cells import PARTS, RECOVERY_PART, Cell, every_cell, fits
 from matrix.judging import NONE, OVER, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner, Seen
-from matrix.table import (
-    CALM,
-    ENDING,
-    FAULTS,
-    LAUNCHERS,
-    NOTHING,
-    ON_GPU,
-    PARTS,
-    PHASES,
-    PLANES,
-    RANKS,
-    RECOVERIES,
-    RECOVERY_PART,
-    Cell,
-    every_cell,
-    fits,
-)
+from matrix.table import CALM, ENDING, FAULTS, LAUNCHERS, NOTHING, ON_GPU, PHASES, PLANES, RANKS, RECOVERIES
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = list(every_cell())

@@ -17,10 +17,11 @@ import pytest
 from helpers.job import JobFailure
 
 from matrix import reporting
+from matrix.cells import PARTS, Cell, every_cell
 from matrix.choosing import AT_A_TIME, for_ci, on_gpus, selection
 from matrix.judging import NONE, NOT_RUN, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner
-from matrix.table import CALM, HOST, NCCL, ON_GPU, PARTS, Cell, every_cell
+from matrix.table import CALM, HOST, NCCL, ON_GPU
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

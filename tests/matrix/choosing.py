@@ -5,19 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from matrix.table import (
-    FAULTS,
-    HOST,
-    IN_FLIGHT,
-    NCCL,
-    NOTHING,
-    ON_GPU,
-    PHASES,
-    RECOVERY_PART,
-    Cell,
-    every_cell,
-    fits,
-)
+from matrix.cells import RECOVERY_PART, Cell, every_cell, fits
+from matrix.table import FAULTS, HOST, IN_FLIGHT, NCCL, NOTHING, ON_GPU, PHASES
 
 Pair = tuple[tuple[int, str], tuple[int, str]]
 CI_SECONDS = 178.0

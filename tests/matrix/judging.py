@@ -11,24 +11,10 @@ from typing import Any
 
 from helpers.recovery import waits
 
+from matrix.cells import Cell
+from matrix.expected import ENDED_WITHIN, LATE_AT, WARNED_AT, back_within, bound, errors
 from matrix.running import Seen
-from matrix.table import (
-    ENDED_WITHIN,
-    ENDING,
-    FAULTS,
-    HOST,
-    LATE_AT,
-    NOTHING,
-    RANKS,
-    START,
-    STRICT,
-    VICTIM,
-    WARNED_AT,
-    Cell,
-    back_within,
-    bound,
-    errors,
-)
+from matrix.table import ENDING, FAULTS, HOST, NOTHING, RANKS, START, STRICT, VICTIM
 
 PASSED, OVER, WRONG, NONE, NOT_RUN = "passed", "over its bound", "wrong", "no survivors", "not run"
 MEASURED = ("poisoned", "returned", "raised", "ended", "back")

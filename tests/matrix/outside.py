@@ -14,7 +14,8 @@ from helpers import processes
 from helpers.hosts import CONTROL, DATA, Hosts
 from helpers.job import GRACE, Job, JobFailure
 
-from matrix.table import FAULTS, NOTHING, STRUCK, VICTIM, Cell
+from matrix.cells import Cell
+from matrix.table import FAULTS, NOTHING, STRUCK, VICTIM
 
 NUMBER = VICTIM + 1
 """The host of the victim."""

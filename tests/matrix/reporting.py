@@ -14,22 +14,10 @@ from collections.abc import Collection, Sequence
 from butter_mpi._nccl_types import version_text
 from butter_mpi.cuda import devices
 from butter_mpi.errors import CUDAError
+from matrix.cells import FIRST_PART, HOSTS_PART, RECOVERY_PART, Cell
+from matrix.expected import BACK, BACK_ON_GPU
 from matrix.judging import PASSED, Outcome
-from matrix.table import (
-    BACK,
-    BACK_ON_GPU,
-    CALM,
-    FAULTS,
-    FIRST_PART,
-    HOST,
-    HOSTS_PART,
-    LAUNCHERS,
-    ON_GPU,
-    PHASES,
-    RECOVERIES,
-    RECOVERY_PART,
-    Cell,
-)
+from matrix.table import CALM, FAULTS, HOST, LAUNCHERS, ON_GPU, PHASES, RECOVERIES
 
 _HEAD = """\
 # The fault matrix

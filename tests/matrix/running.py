@@ -26,8 +26,9 @@ from helpers.standin import build
 
 from butter_mpi.sentinel.process import Process
 from matrix import outside
+from matrix.cells import Cell
 from matrix.lines import parse
-from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, NOTHING, ON_GPU, RANKS, VICTIM, Cell
+from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, NOTHING, ON_GPU, RANKS, VICTIM
 
 HERE = Path(__file__).parent
 POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}

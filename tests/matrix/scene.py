@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from helpers.memory import DeviceMemory, HostMemory
-from helpers.recovery import die_in_recovery, total
 from helpers.standin_rank import Gpu
 from mpi4py import MPI
 
@@ -29,6 +28,7 @@ from butter_mpi import DType, ReduceOp, bootstrap, nccl
 from butter_mpi.kernels import bf16_add_inplace
 from butter_mpi.planes import joining
 from butter_mpi.sentinel.client import Sentinel
+from matrix.back import Recovery
 from matrix.lines import folder, have_said, say, until
 from matrix.table import (
     COLLECTIVE_DEADLINE,
@@ -37,8 +37,6 @@ from matrix.table import (
     HOST,
     NOTHING,
     ON_GPU,
-    SECOND,
-    SHRINK,
     START,
     START_DEADLINE,
     STRICT,
@@ -59,8 +57,6 @@ SETTLED = 0.2
 """Seconds after which a rank that has said that it is about to wait is inside that wait."""
 LATE_SECONDS = COLLECTIVE_DEADLINE + 4
 ALL_TOLD_SECONDS = 6.0
-AGAIN_SECONDS = 15.0
-"""How long a reconnect is tried again: a network that was cut comes back step by step."""
 _NO_MEMORY = 8
 JOINED: list[Any] = []
 _BROADCASTS = PHASE == "wait" and PLANE != HOST
@@ -316,52 +312,6 @@ def watch_health(health: Any) -> None:
     say("poisoned", error=type(health.cause).__name__)
 
 
-# -- back to work ------------------------------------------------------------------------------------------------------
-
-
-def reconnect(comm: butter_mpi.Communicator) -> None:
-    """Repeat the bootstrap with every rank, once all know why."""
-    if FAULT == "freeze" and RANK == 0:
-        until(lambda: have_said("raised", OTHERS), AGAIN_SECONDS)
-        os.kill(int((folder() / f"rank{VICTIM}.pid").read_text()), signal.SIGCONT)
-    until(lambda: have_said("raised", LEFT), AGAIN_SECONDS)
-    end = time.monotonic() + AGAIN_SECONDS
-    while True:
-        try:
-            comm.attempt_reconnect()
-            return
-        except butter_mpi.PeerLostError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)
-
-
-def go_on(comm: butter_mpi.Communicator) -> butter_mpi.Communicator:
-    """Go on as the cell says; the sum tells whether the data is right."""
-    if RECOVERY == SHRINK:
-        comm = comm.shrink()
-    else:
-        reconnect(comm)
-    say("back", sum=total(comm), ranks=comm.world_size)
-    return comm
-
-
-def recover(comm: butter_mpi.Communicator) -> None:
-    """Go back to work, as often as ranks are lost, and come to a good end."""
-    if FAULT == "kill-during" and RANK == SECOND:
-        die_in_recovery(PLANE, strike)
-    comm = go_on(comm)
-    if FAULT == "kill-twice":
-        if RANK == SECOND:
-            until(lambda: have_said("back", LEFT), ALL_TOLD_SECONDS)
-            strike()
-        with contextlib.suppress(butter_mpi.PeerLostError):
-            comm.wait_for_async_error(COLLECTIVE_DEADLINE)
-        comm = go_on(comm)
-    comm.all_gather_json(RANK)
-    comm.close()
-
-
 class Warned(logging.Handler):
     """Says that a warning came."""
 
@@ -404,7 +354,7 @@ def main() -> None:
                 until(lambda: have_said("raised", LEFT), ALL_TOLD_SECONDS)
             raise
     if comm is not None and RECOVERY != NOTHING:
-        recover(comm)
+        Recovery(FAULTS[FAULT], PLANE, RECOVERY, strike).run(comm)
 
 
 if __name__ == "__main__":

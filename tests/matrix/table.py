@@ -1,9 +1,7 @@
-"""What the matrix is made of: faults, phases, planes, launchers, recoveries; which go together, what must come."""
+"""What the matrix is made of: phases, planes, recoveries, faults, launchers, and scenes that must end well."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +72,14 @@ PHASES = {
 }
 START = ("join", "exchange", "unique-id", "nccl-init")
 ENDING = ("close", "exit")
-_ON = {
+ON = {
     HOST: ("join", "exchange", "idle", "wait", "mpi", "group", "close", "exit"),
     NCCL: tuple(PHASES),
     STRICT: ("idle", "wait", "mpi", "group"),
 } | dict.fromkeys(ON_GPU, tuple(phase for phase in PHASES if phase not in ("join", "exchange")))
 IN_FLIGHT = ("python", "wait", "foreign", "group")
 RUNNING = ("idle", *IN_FLIGHT, "mpi")
-_BETWEEN = ("idle", "wait", "foreign", "mpi")
+BETWEEN = ("idle", "wait", "foreign", "mpi")
 """The phases of cells on several hosts."""
 
 # -- recoveries --------------------------------------------------------------------------------------------------------
@@ -156,20 +154,20 @@ FAULTS = {
         Fault("kill-others", "death", RUNNING, "SIGKILL of all ranks but one", **_TWO),
         Fault("kill-twice", "death", RUNNING, "SIGKILL, and of another rank after the recovery", ranks=4, **_TWO),
         Fault("kill-during", "death", RUNNING, "SIGKILL, and of another rank in the recovery", ranks=4, **_TWO),
-        Fault("host-kill", "host", _BETWEEN, "a host loses its networks, and all its processes"),
-        Fault("host-freeze", "host", _BETWEEN, "all processes of a host are stopped"),
-        Fault("cut-both", "cut", _BETWEEN, "a host is cut off from both networks", **_ALIVE),
-        Fault("cut-control", "cut", _BETWEEN, "a host is cut off from the launcher's network, that of the links", True),
-        Fault("cut-data", "cut", _BETWEEN, "a host is cut off from MPI's network, and here that of the links", True),
+        Fault("host-kill", "host", BETWEEN, "a host loses its networks, and all its processes"),
+        Fault("host-freeze", "host", BETWEEN, "all processes of a host are stopped"),
+        Fault("cut-both", "cut", BETWEEN, "a host is cut off from both networks", **_ALIVE),
+        Fault("cut-control", "cut", BETWEEN, "a host is cut off from the launcher's network, that of the links", True),
+        Fault("cut-data", "cut", BETWEEN, "a host is cut off from MPI's network, and here that of the links", True),
         Fault("cut-unseen", "unseen", ("wait", "mpi"), "a host is cut off from MPI's network alone", True, (HOST,)),
     )
 }
 # The stand-in alone can be told to do this.
-_BY_STANDIN = ("background", "call")
+BY_STANDIN = ("background", "call")
 # What happens to ranks and watchers and is told between hosts too.
-_ALSO_BETWEEN = ("kill", "stop", "watcher-kill", "watcher-stop")
+ALSO_BETWEEN = ("kill", "stop", "watcher-kill", "watcher-stop")
 # A broadcast is what waits on the device: it moves bytes and reduces nothing.
-_NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
+NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
@@ -217,217 +215,6 @@ LAUNCHERS = {
         Launcher("hosts-openmpi-ulfm", "openmpi", ("--with-ft", "ulfm"), seconds=4.0, hosts=True),
     )
 }
-
-# -- cells -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One fault in one phase on one plane under one launcher, and what is done about it."""
-
-    fault: str
-    phase: str
-    plane: str
-    launcher: str
-    recovery: str = NOTHING
-
-    @property
-    def name(self) -> str:
-        """How people ask for it."""
-        more = "" if self.recovery == NOTHING else f".{self.recovery}"
-        return f"{self.fault}.{self.phase}.{self.plane}.{self.launcher}{more}"
-
-    @property
-    def kind(self) -> str:
-        """The kind of its fault."""
-        return FAULTS[self.fault].kind
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return ON_GPU[self.plane].ranks if self.plane in ON_GPU else FAULTS[self.fault].ranks
-
-    @property
-    def on_hosts(self) -> bool:
-        """Whether each rank has a host of its own."""
-        return LAUNCHERS[self.launcher].hosts
-
-    @property
-    def part(self) -> str:
-        """The part of the matrix, and of its page, that it belongs to."""
-        return RECOVERY_PART if self.recovery != NOTHING else HOSTS_PART if self.on_hosts else FIRST_PART
-
-    @property
-    def slow(self) -> bool:
-        """Whether it lasts seconds by design, so that another one beside it does not decide the outcome."""
-        return (self.kind in _SECONDS and self.kind != "left") or self.phase == "join"
-
-    @property
-    def seconds(self) -> float:
-        """What it costs, about."""
-        more = max(_SECONDS.get(self.kind, 0.0), START_DEADLINE if self.phase == "join" else 0.0)
-        if self.kind == "watcher" and self.on_hosts:
-            more = _SECONDS["host"]
-        return LAUNCHERS[self.launcher].seconds + more + (self.recovery != NOTHING) * 0.5
-
-    @property
-    def judged(self) -> tuple[int, ...]:
-        """The ranks that must learn of it; after a recovery those that must be back at work."""
-        return tuple(rank for rank in range(self.ranks) if rank not in FAULTS[self.fault].gone)
-
-    @property
-    def blames(self) -> bool:
-        """Whether ranks must be named as lost."""
-        return self.kind in ("death", "left", "frozen", "late", "host", "cut")
-
-    def lost(self, rank: int) -> list[tuple[int, ...]]:
-        """Return whom a rank may name as lost: whoever is gone; of two sides that are cut off each the other one.
-
-        Where MPI's network stands, one side tells the other what it sees, and that is then the first cause of both.
-        """
-        gone = FAULTS[self.fault].gone or (VICTIM,)
-        others = tuple(other for other in range(self.ranks) if other not in gone)
-        if self.fault == "cut-control":
-            return [gone, others]
-        return [others if self.kind == "cut" and rank == VICTIM else gone]
-
-
-FIRST_PART, HOSTS_PART, RECOVERY_PART = PARTS = ("host", "hosts", "recovery")
-_SECONDS = {"frozen": 5.0, "watcher-frozen": 5.5, "late": 15.0, "left": 1.0, "host": 5.0, "cut": 5.0, "unseen": 12.0}
-"""What a kind lasts by design."""
-
-
-def _happens(fault: Fault, phase: str, plane: str) -> bool:
-    """Say whether a fault makes sense in a phase on a plane."""
-    if phase not in fault.phases or phase not in _ON[plane]:
-        return False
-    if fault.name in _BY_STANDIN if plane in ON_GPU else plane not in fault.planes:
-        return False
-    if fault.name == "host-kill" and plane == NCCL and phase in IN_FLIGHT:
-        # The stand-in sees the end of a process, whatever network is cut.
-        return False
-    if fault.second and plane in ON_GPU and ON_GPU[plane].ranks <= SECOND:
-        return False
-    return not (fault.name in _NOT_IN_A_BROADCAST and phase == "wait" and plane != HOST)
-
-
-def _is_on(fault: Fault, cell: Cell) -> bool:
-    """Say whether a fault is one of several hosts where there are several, and of one where there is one."""
-    if not cell.on_hosts:
-        return not fault.outside
-    return (fault.outside or fault.name in _ALSO_BETWEEN) and cell.phase in _BETWEEN and cell.plane != STRICT
-
-
-def _recovers(fault: Fault, cell: Cell) -> bool:
-    """Say whether ranks can do that: who is lost needs a launcher that spares the others, or MPI's own shrink."""
-    launcher = LAUNCHERS[cell.launcher]
-    if cell.recovery not in fault.recoveries or (cell.recovery != NOTHING and cell.phase not in RUNNING):
-        return False
-    if cell.recovery != SHRINK:
-        return True
-    if cell.plane == HOST or cell.on_hosts:
-        # MPI waits for a rank that is stopped.
-        return launcher.ulfm and fault.kind != "frozen"
-    return launcher.spares
-
-
-def fits(cell: Cell) -> bool:
-    """Say whether a cell makes sense."""
-    fault = FAULTS[cell.fault]
-    return _happens(fault, cell.phase, cell.plane) and _is_on(fault, cell) and _recovers(fault, cell)
-
-
-def every_cell(planes: Iterable[str] = PLANES, *, gpu: bool = False) -> Iterator[Cell]:
-    """Yield all that make sense, in the order of the tables."""
-    launchers = [launcher.name for launcher in LAUNCHERS.values() if launcher.gpu == gpu]
-    every = itertools.product(FAULTS, PHASES, planes, launchers, RECOVERIES)
-    return (cell for values in every if fits(cell := Cell(*values)))
-
-
-# -- what must come ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Milliseconds from the fault: to poisoned (median), to the exception, to the return of a foreign wait."""
-
-    poisoned: float
-    raised: float
-    foreign: float
-
-    def of(self, phase: str) -> float:
-        """Return the bound of the exception in a phase: after a foreign wait it comes when that returns."""
-        return self.foreign if phase == "foreign" else self.raised
-
-
-BOUNDS = {
-    "death": Bound(250, 300, 1500),
-    "watcher": Bound(250, 300, 1500),
-    "mismatch": Bound(2000, 2000, 2000),
-    "frozen": Bound(5000, 5000, 5000),
-    "watcher-frozen": Bound(5000, 5000, 5000),
-    "left": Bound(5000, 5000, 5000),
-    "told": Bound(5000, 5000, 5000),
-    "host": Bound(5000, 5000, 5000),
-    "cut": Bound(5000, 5000, 5000),
-    # From the begin of the wait.
-    "late": Bound(11000, 11000, 11000),
-    "unseen": Bound(11000, 11000, 11000),
-}
-_BETWEEN_HOSTS = Bound(500, 500, 1500)
-"""Of a rank that was killed."""
-WARNED_AT = (5000, 6000)
-LATE_AT = (10000, 11000)
-ENDED_WITHIN = 5000.0
-"""Of close and exit: milliseconds until the processes of the others are gone."""
-
-
-BACK = {HOST: 2000.0}
-BACK_ON_GPU = 1500.0
-
-
-def back_within(cell: Cell) -> float:
-    """Return within how many milliseconds all must be back at work: of a death from there on, else once all know."""
-    return BACK.get(cell.plane, BACK_ON_GPU)
-
-
-def bound(cell: Cell, rank: int) -> Bound:
-    """Return the bounds of a cell for a rank."""
-    if cell.phase == "join":
-        return Bound(*[START_DEADLINE * 1000] * 3)
-    if cell.phase in START:
-        return Bound(*[min(START_DEADLINE, 5.0) * 1000] * 3)
-    if cell.on_hosts and cell.kind == "death":
-        return _BETWEEN_HOSTS
-    if cell.on_hosts and cell.kind == "watcher" and rank != VICTIM:
-        return BOUNDS["host"]
-    return BOUNDS[cell.kind]
-
-
-ERRORS = {
-    "death": "PeerLostError",
-    "left": "PeerLostError",
-    "frozen": "PeerLostError",
-    "watcher": "PeerLostError",
-    "watcher-frozen": "PeerLostError",
-    "mismatch": "CollectiveMismatchError",
-    "late": "CollectiveTimeoutError",
-    "told": "CommunicatorBrokenError",
-    "host": "PeerLostError",
-    "cut": "PeerLostError",
-    "unseen": "CollectiveTimeoutError",
-}
-
-
-def errors(cell: Cell) -> tuple[str, ...]:
-    """Return the classes that a rank may raise."""
-    if cell.phase == "join":
-        return ("StartError", "StartTimeoutError")
-    if cell.phase in START:
-        # Without a watcher a start may still come to its end, and breaks then.
-        return ("StartError", ERRORS[cell.kind]) if "watcher" in cell.kind else ("StartError",)
-    return (ERRORS[cell.kind],)
-
 
 # -- false alarms ------------------------------------------------------------------------------------------------------
 
