@@ -385,12 +385,16 @@ def test_part_of_a_page_is_put_in_its_place() -> None:
     """A part that ran alone takes the place of its section, or finds one; the others stay, but for the words."""
     day = datetime.date(2026, 1, 2)
     whole = reporting.page({KILL: Outcome()}, {"child.host.mpich": Outcome()}, what="it", load=[1.0], date=day)
-    first = reporting.with_parts(whole, {SHRUNK: Outcome(WRONG, ["rank 0 hangs"])}, load=[1.0], date=day)
+    first = reporting.with_parts(whole, {SHRUNK: Outcome(WRONG, ["rank 0 hangs"])}, {}, load=[1.0], date=day)
     order = ["## Cells", "## Back to work", f"* `{SHRUNK.name}`, wrong: rank 0 hangs", "## False alarms", "## Words"]
     assert order == sorted(order, key=first.index)
     later = datetime.date(2026, 1, 3)
-    second = reporting.with_parts(first, {SHRUNK: Outcome()}, load=[1.0], date=later)
+    second = reporting.with_parts(first, {SHRUNK: Outcome()}, {}, load=[1.0], date=later)
     assert "rank 0 hangs" not in second and second.count("## ") == first.count("## ") == whole.count("## ") + 1
+    outage = {"outage.host.hosts-openmpi": Outcome()}
+    third = reporting.with_parts(second, {FAR: Outcome()}, outage, load=[1.0], date=day)
+    order = ["## Back to work", "## Several hosts", "| outage.host.hosts-openmpi |", "## False alarms"]
+    assert order == sorted(order, key=third.index)
     assert "Run apart from the other sections: 2026-01-03" in second and "* 2026-01-02, " in second
 
 
@@ -400,8 +404,12 @@ def test_committed_page_is_of_this_table() -> None:
     rows = re.findall(
         r"^\| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (?:passed|over its bound|wrong|no survivors|not run) \|", text, re.M
     )
-    found = {Cell(*one) for one in rows}
+    recovered = re.findall(
+        r"^\| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (reconnect|shrink) \| (?:passed|over its bound|wrong) \|", text, re.M
+    )
+    found = {Cell(*one) for one in [*rows, *recovered]}
     assert found <= set(ALL) and set(choosing.dangerous()) <= found
+    assert {cell.fault for cell in found} == set(FAULTS) and {cell.recovery for cell in found} == set(RECOVERIES)
     for scene in scenes():
         assert f"| {'.'.join(scene)} | {CALM[scene[0]].text} |" in text
 

@@ -17,7 +17,7 @@ import pytest
 from helpers.job import JobFailure
 
 from matrix import reporting
-from matrix.cells import PARTS, Cell, every_cell
+from matrix.cells import HOSTS_PART, PARTS, Cell, every_cell
 from matrix.choosing import AT_A_TIME, for_ci, on_gpus, selection
 from matrix.judging import NONE, NOT_RUN, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner
@@ -68,7 +68,8 @@ def _wanted(chosen: argparse.Namespace) -> tuple[list[Cell], list[tuple[str, str
     if not chosen.cell:
         cells = on_gpus(chosen.plane) if chosen.gpus else for_ci() if chosen.ci else selection()
         if chosen.part:
-            return [cell for cell in cells if cell.part in chosen.part], []
+            between = [scene for scene in scenes() if CALM[scene[0]].hosts and HOSTS_PART in chosen.part]
+            return [cell for cell in cells if cell.part in chosen.part], between
         return cells, [] if chosen.gpus else scenes()
     known = {cell.name: cell for cell in [*every_cell(), *every_cell(ON_GPU, gpu=True)]}
     calm = {".".join(scene): scene for scene in scenes()}
@@ -164,7 +165,8 @@ def main(words: Sequence[str] | None = None) -> int:
         today = datetime.datetime.now(datetime.UTC).date()
         page = chosen.page or DOCS / ("fault_matrix_gpu.md" if chosen.gpus else "fault_matrix.md")
         if chosen.part and page.exists():
-            page.write_text(reporting.with_parts(page.read_text(), ordered, load=run.load, date=today))
+            new = reporting.with_parts(page.read_text(), ordered, calm_in_order, load=run.load, date=today)
+            page.write_text(new)
         else:
             page.write_text(reporting.page(ordered, calm_in_order, what=_what(chosen), load=run.load, date=today))
     return 1 if bad else 0

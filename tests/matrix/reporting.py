@@ -131,25 +131,25 @@ def page(
     text = _HEAD.format(
         what=what, date=date.isoformat(), machine=_machine(load), counts=_counts(cells.values()), planes=planes
     )
-    text += "".join(_section(part, cells) for part in _SECTIONS)
+    text += "".join(_section(part, cells, calm) for part in _SECTIONS)
     bad = {cell.name: outcome for cell, outcome in cells.items()} | calm
     if listed := _bad(bad):
         text += f"\n## What did not pass\n\n{listed}"
-    if calm:
-        text += "\n## False alarms\n\nScenes that must end well.\n\n"
-        rows = [[name, CALM[name.split(".")[0]].text, outcome.status] for name, outcome in calm.items()]
-        text += _table(["scene", "what", "outcome"], rows)
+    if scenes := _calm(calm, hosts=False):
+        text += f"\n## False alarms\n\n{scenes}"
     return text + _words()
 
 
-def with_parts(old: str, cells: dict[Cell, Outcome], *, load: Sequence[float], date: datetime.date) -> str:
+def with_parts(
+    old: str, cells: dict[Cell, Outcome], calm: dict[str, Outcome], *, load: Sequence[float], date: datetime.date
+) -> str:
     """Return a page in which the sections of the parts of these cells are new, and say when and where they ran."""
     for part in _SECTIONS:
         of_it = {cell: outcome for cell, outcome in cells.items() if cell.part == part}
         if of_it:
             ran = f"Run apart from the other sections: {date.isoformat()}, {_machine(load)}. {_counts(of_it.values())}"
             listed = _bad({cell.name: outcome for cell, outcome in of_it.items()})
-            old = _put(old, f"{_section(part, of_it)}\n{ran}\n" + (listed and f"\n{listed}"))
+            old = _put(old, f"{_section(part, of_it, calm)}\n{ran}\n" + (listed and f"\n{listed}"))
     return _put(old, _words())
 
 
@@ -164,11 +164,21 @@ def _put(page: str, section: str) -> str:
     return page[: at.start()] + section + page[at.start() :]
 
 
-def _section(part: str, cells: dict[Cell, Outcome]) -> str:
+def _section(part: str, cells: dict[Cell, Outcome], calm: dict[str, Outcome]) -> str:
     """Return the section of a part; nothing, if no cell is of it."""
     rows = [row(cell, outcome) for cell, outcome in cells.items() if cell.part == part]
     columns = RECOVERY_COLUMNS if part == RECOVERY_PART else COLUMNS
-    return _SECTIONS[part] + _table(columns, rows) if rows else ""
+    if not rows:
+        return ""
+    scenes = _calm(calm, hosts=True) if part == HOSTS_PART else ""
+    return _SECTIONS[part] + _table(columns, rows) + (scenes and f"\n{scenes}")
+
+
+def _calm(calm: dict[str, Outcome], *, hosts: bool) -> str:
+    """Return the table of the scenes that must end well, of one host or of several; nothing, if there is none."""
+    all_of_them = [(name, CALM[name.split(".")[0]], outcome) for name, outcome in calm.items()]
+    rows = [[name, scene.text, outcome.status] for name, scene, outcome in all_of_them if scene.hosts == hosts]
+    return "Scenes that must end well.\n\n" + _table(["scene", "what", "outcome"], rows) if rows else ""
 
 
 def _counts(outcomes: Collection[Outcome]) -> str:
