@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import hosts
 from matrix import choosing, reporting
 from matrix.__main__ import main, scenes
 from matrix.cells import PARTS, RECOVERY_PART, Cell, every_cell, fits
@@ -456,6 +457,15 @@ def test_launcher_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "openmpi")
     with pytest.raises(pytest.fail.Exception, match="is required"):
         main(["--cell", KILL.name])
+
+
+def test_hosts_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there may be no name spaces, cells and scenes of several hosts were not run, and say why."""
+    monkeypatch.setattr(hosts, "hindrance", lambda: "name spaces with a network between them need root")
+    monkeypatch.setenv("BUTTER_MPI_TEST_REQUIRE", "")
+    assert main(["--cell", FAR.name, "--cell", "outage.host.hosts-openmpi"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("not run  ") == 2 and out.count("need root") == 2, out
 
 
 def test_unknown_cell_is_refused() -> None:

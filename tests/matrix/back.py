@@ -29,7 +29,14 @@ class Recovery:
         self._left = tuple(rank for rank in range(RANKS) if rank not in fault.gone)
 
     def run(self, comm: butter_mpi.Communicator) -> None:
-        """Go back to work, as often as ranks are lost."""
+        """Go back to work, as often as ranks are lost; says what keeps this rank from it."""
+        try:
+            self._run(comm)
+        except Exception as error:
+            say("failed", text=f"{type(error).__name__}: {error}")
+            raise
+
+    def _run(self, comm: butter_mpi.Communicator) -> None:
         if self._fault.name == "kill-during" and RANK == SECOND:
             die_in_recovery(self._plane, self._strike)
         comm = self._go_on(comm)

@@ -194,7 +194,9 @@ class _Judge:
         for rank, those in backs.items():
             last = those[-1] if those else {}
             if len(those) != times:
-                outcome.note(WRONG, f"rank {rank} was back at work {len(those)} times instead of {times}")
+                failed = self._seen.first(rank, "failed")
+                why = f": {failed['text'].splitlines()[0][:_SHOWN]}" if failed else ""
+                outcome.note(WRONG, f"rank {rank} was back at work {len(those)} times instead of {times}{why}")
             elif (last["ranks"], last["sum"]) != (len(ranks), len(ranks) * (len(ranks) + 1) // 2):
                 outcome.note(WRONG, f"rank {rank}: a sum of {last['sum']} over {last['ranks']} ranks")
             how = self._seen.ends.get(rank, (0.0, "hangs"))[1]
