@@ -275,6 +275,7 @@ def seen_back(cell: Cell, *after: float) -> Seen:
     begin = 100.0 if cell is not AGAIN else raised_by(one, 0)["t"]
     left = cell.judged
     for rank in left:
+        one.said[rank].append({"what": "again", "t": begin})
         for seconds in after:
             one.said[rank].append(
                 {"what": "back", "t": begin + seconds, "ranks": len(left), "sum": len(left) * (len(left) + 1) // 2}

@@ -12,13 +12,14 @@ from helpers.recovery import die_in_recovery, total
 from mpi4py import MPI
 
 import butter_mpi
-from matrix.lines import folder, have_said, say, until
-from matrix.table import COLLECTIVE_DEADLINE, SECOND, SHRINK, VICTIM, Fault
+from matrix.lines import folder, have_said, say, until, verdict_is_out
+from matrix.table import COLLECTIVE_DEADLINE, MENDED, SECOND, SHRINK, VICTIM, Fault
 
 RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 _AGAIN_SECONDS = 15.0
 """How long a reconnect is tried again: a network that was cut comes back step by step."""
 _ALL_BACK_SECONDS = 6.0
+_LINKS_SECONDS = 1.0
 
 
 class Recovery:
@@ -48,6 +49,9 @@ class Recovery:
                 comm.wait_for_async_error(COLLECTIVE_DEADLINE)
             comm = self._go_on(comm)
         comm.all_gather_json(RANK)
+        if self._how == SHRINK:
+            # A job that ends within milliseconds may end before its watcher has had a core to say what was lost.
+            until(verdict_is_out, _ALL_BACK_SECONDS)
         comm.close()
 
     def _go_on(self, comm: butter_mpi.Communicator) -> butter_mpi.Communicator:
@@ -66,6 +70,11 @@ class Recovery:
             until(lambda: have_said("raised", others), _AGAIN_SECONDS)
             os.kill(int((folder() / f"rank{VICTIM}.pid").read_text()), signal.SIGCONT)
         until(lambda: have_said("raised", self._left), _AGAIN_SECONDS)
+        if self._fault.kind == "cut":
+            until((folder() / MENDED).exists, _AGAIN_SECONDS)
+            # Nothing tells a program that the watchers' links stand again.
+            time.sleep(_LINKS_SECONDS)
+        say("again")
         end = time.monotonic() + _AGAIN_SECONDS
         while True:
             try:

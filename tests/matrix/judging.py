@@ -14,7 +14,7 @@ from helpers.recovery import waits
 from matrix.cells import Cell
 from matrix.expected import ENDED_WITHIN, LATE_AT, WARNED_AT, back_within, bound, errors
 from matrix.running import Seen
-from matrix.table import ENDING, FAULTS, HOST, NOTHING, RANKS, START, STRICT, VICTIM
+from matrix.table import ENDING, FAULTS, HOST, NOTHING, RANKS, RECONNECT, START, STRICT, VICTIM
 
 PASSED, OVER, WRONG, NONE, NOT_RUN = "passed", "over its bound", "wrong", "no survivors", "not run"
 MEASURED = ("poisoned", "returned", "raised", "ended", "back")
@@ -211,11 +211,12 @@ class _Judge:
                 outcome.note(OVER, f"back at work after {seconds * 1000:.0f} ms, {back_within(cell):.0f} allowed")
 
     def _begins_of_recovery(self) -> list[float]:
-        """Return when it could begin: at each death; where none died, when the last one had learned of it."""
+        """Return when it could begin: at each death; where none died, when the last one could go on."""
         if self._cell.kind == "death":
             return [one["t"] for rank in FAULTS[self._cell.fault].gone for one in self._seen.every(rank, "fault")]
-        raised = [self._seen.first(rank, "raised") for rank in self._cell.judged]
-        return [max((float(one["t"]) for one in raised if one), default=0.0)]
+        could = "again" if self._cell.recovery == RECONNECT else "raised"
+        begins = [self._seen.first(rank, could) for rank in self._cell.judged]
+        return [max((float(one["t"]) for one in begins if one), default=0.0)]
 
     def _verdict(self, alive: bool) -> None:
         """Judge what stands on stderr and in the file: always needed, and all there is without survivors."""

@@ -15,7 +15,7 @@ from helpers.hosts import CONTROL, DATA, Hosts
 from helpers.job import GRACE, Job, JobFailure
 
 from matrix.cells import Cell
-from matrix.table import FAULTS, NOTHING, STRUCK, VICTIM
+from matrix.table import FAULTS, MENDED, NOTHING, STRUCK, VICTIM
 
 NUMBER = VICTIM + 1
 """The host of the victim."""
@@ -71,6 +71,7 @@ def _mend_once_known(cell: Cell, job: Job, hosts: Hosts) -> None:
         for rank in cell.judged:
             job.wait_for('"raised"', rank, _ALL_KNOW_SECONDS)
         hosts.mend(NUMBER, *_cut(cell))
+        (job.folder / MENDED).touch()
 
 
 def outage(job: Job, hosts: Hosts, seconds: float) -> None:

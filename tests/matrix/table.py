@@ -11,6 +11,8 @@ SECOND = 2
 """The rank that is lost after the victim, or with it, where two are."""
 STRUCK = "struck"
 """The file by which the tool says that it has struck a host."""
+MENDED = "mended"
+"""The file by which it says that a host which was cut off is connected again."""
 COLLECTIVE_DEADLINE = 10.0
 START_DEADLINE = 8.0
 
