@@ -61,9 +61,9 @@ both. On the nccl plane the stand-in of NCCL uses no network, so a cut is one of
 
 What the ranks do after the error: `reconnect`, where all live, or `shrink`. *Back to work*: to an all-reduce of all
 that are left with right data; counted from each death, and where none died from when the last rank had learned of it,
-or a second after the network stood again. At most {BACK_ON_GPU:.0f} ms, on the host plane {BACK[HOST]:.0f}. Then every
-rank that is left ends with status 0, unless a cut has left MPI with a request that never completes: it says so, and MPI
-ends the job after the close.
+or a second after the network stood, or the rank ran, again. At most {BACK_ON_GPU:.0f} ms, on the host plane
+{BACK[HOST]:.0f}. Then every rank that is left ends with status 0, unless a cut has left MPI with a request that never
+completes: it says so, and MPI ends the job after the close.
 
 """,
 }
