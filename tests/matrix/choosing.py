@@ -105,7 +105,7 @@ def _to_be_seen(cell: Cell) -> set[str]:
 def for_ci() -> list[Cell]:
     """Return what fits: the dangerous pairs, every fault, launcher and recovery, then what covers most, as it fits."""
     cells = dangerous()
-    # A reconnect after a cut fails in about one of twenty runs, where an attempt meets ranks that learn late of its end.
+    # A reconnect after a cut fails in one of some twenty runs, where a rank learns late that the cut is over.
     more = [cell for cell in selection() if cell not in cells and (cell.kind, cell.recovery) != ("cut", RECONNECT)]
     seen = {value for cell in cells for value in _to_be_seen(cell)}
     while left := [cell for cell in more if not _to_be_seen(cell) <= seen]:
