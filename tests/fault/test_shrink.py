@@ -90,14 +90,13 @@ new.close()
 """
 
 DURING = """
-from butter_mpi.planes.nccl_life import NcclLife
 comm = start()
 assert total(comm) == 10
 if RANK == 1:
     die()
 lost(comm)
 if RANK == 2:
-    NcclLife._connect = lambda *_: die()
+    die_in_recovery("nccl", die)
 new = comm.shrink()
 assert total(new) == 3
 say(f"back {time.monotonic()} {new!r}")
@@ -218,8 +217,7 @@ if RANK == 2:
 error = lost(new)
 assert error.lost_ranks == (1,), error
 if RANK == 3:
-    from butter_mpi.planes.host import HostPlane
-    HostPlane.numbers_of = lambda *_: die()
+    die_in_recovery("host", die)
 newer = new.shrink()
 assert total(newer) == 3 and newer.sequence == 3 and "shrink 3 " in repr(newer), newer
 say(f"back {time.monotonic()} {newer!r}")

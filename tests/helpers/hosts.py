@@ -6,6 +6,7 @@ runs a command with a host's network, name and table of hosts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -125,6 +126,16 @@ class Hosts:
         for network in networks:
             _run("ip", "-n", self._switch, "link", "set", f"{network}{number}", "up")
 
+    def processes(self, number: int, job: str) -> list[int]:
+        """Return those of a job on a host, by the job's mark."""
+        space = os.stat(f"/run/netns/{self._prefix}{number}").st_ino
+        found = []
+        for pid in processes.marked(job):
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{pid}/ns/net").st_ino == space:
+                    found.append(pid)
+        return found
+
     def start_job(
         self,
         n: int,
@@ -133,6 +144,7 @@ class Hosts:
         mpi: str,
         options: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None,
+        rank_env: Mapping[int, Mapping[str, str | None]] | None = None,
         timeout: float = 60.0,
     ) -> Job:
         """Start ranks on the hosts in turn, as ``mpirun.start_job`` does on one."""
@@ -141,7 +153,7 @@ class Hosts:
             "mpich": self._mpich,
             "openmpi": self._open_mpi,
         }[mpi](n)
-        plan = Plan(n, program, found.python, env or {}, timeout=timeout)
+        plan = Plan(n, program, found.python, env or {}, rank_env or {}, timeout=timeout)
         command = [str(self.on), "host1", found.mpirun, *between, *options, "-np", str(n)]
         return Job(command, plan, {**found.env, **BETWEEN})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from helpers import recovery
 from helpers.job import JobResult
 from helpers.standin import build
 
@@ -14,8 +15,8 @@ HEAD = """
 import os, select, signal, sys, time
 import numpy as np
 import butter_mpi
-from butter_mpi import DType
 from helpers.memory import DeviceMemory
+from helpers.recovery import die_in_recovery, total
 from mpi4py import MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 def say(text):
@@ -29,16 +30,6 @@ def start(check="light", seconds=20, plane=os.environ["PLANE"], **more):
     return butter_mpi.init(plane=plane, check=check, fault=fault)
 def memory(comm):
     return DeviceMemory(comm.backend.device, comm.backend.stream)
-def total(comm):
-    # The sum of 1, 2, ... as many as there are ranks.
-    data = np.full(1000, comm.rank + 1, np.float32)
-    if not comm.backend.on_device:
-        comm.all_reduce(data)
-        return int(data[0])
-    place = memory(comm)
-    pointer = place.put(data)
-    comm.backend.all_reduce(pointer, data.nbytes, dtype=DType.FLOAT32)
-    return int(place.get(pointer, data)[0])
 def die():
     say(f"dies {time.monotonic()}")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -66,6 +57,4 @@ def waits(result: JobResult, survivors: list[int]) -> list[float]:
     """The seconds from the first death after the last return to work to the next sum, of the slowest survivor."""
     deaths = [float(at) for out in result.rank_out for at in re.findall(r"^dies (\S+)", out, re.MULTILINE)]
     backs = [re.findall(r"^back (\S+)", result.rank_out[rank], re.MULTILINE) for rank in survivors]
-    ends = [max(map(float, same)) for same in zip(*backs, strict=True)]
-    begins = [min(at for at in deaths if at > before) for before in [0.0, *ends[:-1]]]
-    return [end - begin for begin, end in zip(begins, ends, strict=True)]
+    return recovery.waits(deaths, [[float(at) for at in those] for those in backs])

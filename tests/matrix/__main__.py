@@ -17,10 +17,11 @@ import pytest
 from helpers.job import JobFailure
 
 from matrix import reporting
+from matrix.cells import HOSTS_PART, PARTS, Cell, every_cell
 from matrix.choosing import AT_A_TIME, for_ci, on_gpus, selection
 from matrix.judging import NONE, NOT_RUN, PASSED, WRONG, Outcome, judge, judge_calm
 from matrix.running import Runner
-from matrix.table import CALM, HOST, NCCL, ON_GPU, Cell, every_cell
+from matrix.table import CALM, HOST, NCCL, ON_GPU
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -36,7 +37,13 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each cell N times")
     parser.add_argument("--gpus", metavar="LIST", help="run the cells of real GPUs on these, such as 0 or 0,1")
     parser.add_argument("--plane", action="append", choices=ON_GPU, help="of those cells only this plane; repeatable")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes (none with --cell, --scenes)")
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=PARTS,
+        help="only cells of one host, of several, of recoveries; repeatable; a page keeps its other sections",
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="where the page goes")
     chosen = parser.parse_args(words)
     chosen.gpus = chosen.gpus.split(",") if chosen.gpus else []
     if chosen.plane is None:
@@ -47,7 +54,11 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def scenes() -> list[tuple[str, str, str]]:
     """Return the scenes that must end well: name, plane, launcher."""
     launchers = {HOST: "mpich", NCCL: "openmpi"}
-    return [(calm.name, plane, launchers[plane]) for calm in CALM.values() for plane in calm.planes]
+    return [
+        (calm.name, plane, "hosts-openmpi" if calm.hosts else launchers[plane])
+        for calm in CALM.values()
+        for plane in calm.planes
+    ]
 
 
 def _wanted(chosen: argparse.Namespace) -> tuple[list[Cell], list[tuple[str, str, str]]]:
@@ -55,17 +66,19 @@ def _wanted(chosen: argparse.Namespace) -> tuple[list[Cell], list[tuple[str, str
     if chosen.scenes:
         return [], scenes()
     if not chosen.cell:
-        if chosen.gpus:
-            return on_gpus(chosen.plane), []
-        return (for_ci() if chosen.ci else selection()), scenes()
-    cells = {cell.name: cell for cell in [*every_cell(), *every_cell(ON_GPU, gpu=True)]}
+        cells = on_gpus(chosen.plane) if chosen.gpus else for_ci() if chosen.ci else selection()
+        if chosen.part:
+            between = [scene for scene in scenes() if CALM[scene[0]].hosts and HOSTS_PART in chosen.part]
+            return [cell for cell in cells if cell.part in chosen.part], between
+        return cells, [] if chosen.gpus else scenes()
+    known = {cell.name: cell for cell in [*every_cell(), *every_cell(ON_GPU, gpu=True)]}
     calm = {".".join(scene): scene for scene in scenes()}
-    unknown = [name for name in chosen.cell if name not in cells and name not in calm]
+    unknown = [name for name in chosen.cell if name not in known and name not in calm]
     if unknown:
         raise SystemExit(
-            f"fault-matrix: no cell {', '.join(unknown)}; a name is FAULT.PHASE.PLANE.LAUNCHER, see --list"
+            f"fault-matrix: no cell {', '.join(unknown)}; a name is FAULT.PHASE.PLANE.LAUNCHER[.RECOVERY], see --list"
         )
-    return [cells[n] for n in chosen.cell if n in cells], [calm[n] for n in chosen.cell if n in calm]
+    return [known[n] for n in chosen.cell if n in known], [calm[n] for n in chosen.cell if n in calm]
 
 
 class _Run:
@@ -118,7 +131,7 @@ def _together(tasks: Sequence[Callable[[], None]], at_a_time: int = AT_A_TIME) -
 
 def _what(chosen: argparse.Namespace) -> str:
     if chosen.gpus:
-        return "SIGKILL and SIGSTOP in every phase, every other fault in one"
+        return "SIGKILL and SIGSTOP in every phase, every other fault in one, recoveries of each kind of fault"
     return "every dangerous pair, and " + ("of the others what fits" if chosen.ci else "every other pair of values")
 
 
@@ -147,11 +160,15 @@ def main(words: Sequence[str] | None = None) -> int:
     ordered = {cell: run.cells[cell] for cell in cells}
     bad = [one for one in [*ordered.values(), *run.calm.values()] if one.status not in (PASSED, NONE, NOT_RUN)]
     print(f"{len(ordered)} cells, {len(run.calm)} scenes, {len(bad)} of them bad, {time.monotonic() - begin:.0f} s")
-    if not chosen.cell and not chosen.scenes:
+    if chosen.page or not (chosen.cell or chosen.scenes or chosen.part):
         calm_in_order = {".".join(scene): run.calm[".".join(scene)] for scene in calm}
         today = datetime.datetime.now(datetime.UTC).date()
         page = chosen.page or DOCS / ("fault_matrix_gpu.md" if chosen.gpus else "fault_matrix.md")
-        page.write_text(reporting.page(ordered, calm_in_order, what=_what(chosen), load=run.load, date=today))
+        if chosen.part and page.exists():
+            new = reporting.with_parts(page.read_text(), ordered, calm_in_order, load=run.load, date=today)
+            page.write_text(new)
+        else:
+            page.write_text(reporting.page(ordered, calm_in_order, what=_what(chosen), load=run.load, date=today))
     return 1 if bad else 0
 
 

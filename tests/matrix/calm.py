@@ -93,7 +93,7 @@ def main() -> None:
     say("ready")
     if RANK == VICTIM:
         disturb(plane)
-    lasts = SECONDS if SCENE in ("suspended", "saturated") else 0.0
+    lasts = SECONDS if SCENE in ("suspended", "saturated", "outage") else 0.0
     begin = time.monotonic()
     rounds = 0
     while True:

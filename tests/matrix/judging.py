@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from helpers.recovery import waits
+
+from matrix.cells import Cell
+from matrix.expected import ENDED_WITHIN, LATE_AT, WARNED_AT, back_within, bound, errors
 from matrix.running import Seen
-from matrix.table import (
-    ENDED_WITHIN,
-    ENDING,
-    HOST,
-    LATE_AT,
-    RANKS,
-    START,
-    STRICT,
-    VICTIM,
-    WARNED_AT,
-    Cell,
-    bound,
-    errors,
-)
+from matrix.table import ENDING, FAULTS, HOST, NOTHING, RANKS, RECONNECT, START, STRICT, VICTIM
 
 PASSED, OVER, WRONG, NONE, NOT_RUN = "passed", "over its bound", "wrong", "no survivors", "not run"
-MEASURED = ("poisoned", "returned", "raised", "ended")
+MEASURED = ("poisoned", "returned", "raised", "ended", "back")
 _WORST_FIRST = (WRONG, OVER, NOT_RUN, NONE, PASSED)
-_BY_LAUNCHER = re.compile(r"was killed by SIG(KILL|TERM)|ended with exit status (137|143)\b")
+# 14: Open MPI itself, where a rank has lost a connection to another host.
+_BY_LAUNCHER = re.compile(r"was killed by SIG(KILL|TERM)|ended with exit status (137|143|14)\b")
 _SITE = re.compile(r"scene\.py:\d+")
 _NAMED = re.compile(rf"\branks? {VICTIM}\b")
 _SHOWN = 200
+_GIVEN_UP = "MPI would wait for data of an operation that broke"
+"""Why a job is ended after its close, though all went well again: a cut may leave requests that never complete."""
 _CRASH = re.compile(r"Fatal Python error|Segmentation fault|Sanitizer")
 
 
@@ -54,7 +49,7 @@ def judge(cell: Cell, runs: Sequence[Seen]) -> Outcome:
     outcome = Outcome()
     for seen in runs:
         _Judge(cell, seen, outcome).run()
-    limit = bound(cell)
+    limit = bound(cell, cell.judged[0])
     if cell.kind != "late" and outcome.ms["poisoned"]:
         median = statistics.median(outcome.ms["poisoned"])
         if median > limit.poisoned:
@@ -67,7 +62,6 @@ class _Judge:
 
     def __init__(self, cell: Cell, seen: Seen, outcome: Outcome) -> None:
         self._cell, self._seen, self._outcome = cell, seen, outcome
-        self._limit = bound(cell)
         fault = seen.first(VICTIM, "fault")
         self._fault = None if fault is None else float(fault["t"])
 
@@ -79,7 +73,9 @@ class _Judge:
         alive = [self._rank(rank) for rank in cell.judged]
         if not any(alive):
             outcome.note(NONE, "the launcher ended every rank first")
-        self._verdict()
+        self._verdict(any(alive))
+        if cell.recovery != NOTHING:
+            self._back()
         if seen.left:
             outcome.note(WRONG, seen.left)
         if found := _CRASH.search(seen.err):
@@ -90,7 +86,7 @@ class _Judge:
 
     def _begin(self, rank: int) -> float:
         """Return the time that a rank's milliseconds count from."""
-        if self._cell.kind == "late":
+        if self._cell.kind in ("late", "unseen"):
             ready = self._seen.first(rank, "ready")
             return float(ready["t"]) if ready else self._fault or 0.0
         return self._fault or 0.0
@@ -109,7 +105,7 @@ class _Judge:
         returned = self._since(rank, seen.first(rank, "returned"))
         if returned is not None and poisoned is not None:
             outcome.ms["returned"].append(returned)
-            self._within(rank, "the foreign wait returned", returned, self._limit.foreign)
+            self._within(rank, "the foreign wait returned", returned, bound(self._cell, rank).foreign)
         raised = seen.first(rank, "raised")
         if raised is None:
             return self._silent(rank, poisoned)
@@ -121,7 +117,7 @@ class _Judge:
         if self._cell.kind == "late" and rank != VICTIM:
             self._late(rank, after)
         elif self._cell.kind != "late":
-            self._within(rank, "raised", after, self._limit.of(self._cell.phase))
+            self._within(rank, "raised", after, bound(self._cell, rank).of(self._cell.phase))
         return True
 
     def _silent(self, rank: int, poisoned: float | None) -> bool:
@@ -144,18 +140,22 @@ class _Judge:
         cell, text, wrong = self._cell, raised["text"], []
         if raised["error"] not in errors(cell):
             wrong.append(f"{raised['error']} instead of {' or '.join(errors(cell))}")
-        if cell.phase not in START and cell.blames and raised["lost"] != [VICTIM]:
+        may, named = cell.lost(rank), set(raised["lost"])
+        if cell.phase not in START and cell.blames and not (named and any(named <= set(those) for those in may)):
             wrong.append(f"lost_ranks {raised['lost']}")
         if cell.kind == "mismatch":
             if len(set(_SITE.findall(text))) < 2:
                 wrong.append("both call sites are not named")
             if raised["records"] < 2:
                 wrong.append(f"{raised['records']} records")
-        elif cell.kind in ("watcher", "watcher-frozen"):
+        elif cell.kind in ("watcher", "watcher-frozen") and (rank == VICTIM or not cell.on_hosts):
             if "watcher" not in text:
                 wrong.append("the watcher is not named")
-        elif cell.phase != "join" and not _NAMED.search(text):
+        elif cell.phase != "join" and not any(re.search(rf"\branks? {one}\b", text) for one in itertools.chain(*may)):
             wrong.append("the rank is not named")
+        # What MPI itself says first knows no hosts; the verdict does.
+        if cell.on_hosts and cell.blames and "MPI lost rank" not in text and not _names_host(text, may):
+            wrong.append("the host is not named")
         if wrong:
             self._outcome.note(WRONG, f"rank {rank}: {', '.join(wrong)}: {text.splitlines()[0][:_SHOWN]}")
 
@@ -185,7 +185,40 @@ class _Judge:
         self._within(rank, "ended", after, ENDED_WITHIN)
         return not by_launcher
 
-    def _verdict(self) -> None:
+    def _back(self) -> None:
+        """Judge the return to work: in time, all of them, with right data, and a good end."""
+        cell, outcome, ranks = self._cell, self._outcome, self._cell.judged
+        backs = {rank: self._seen.every(rank, "back") for rank in ranks}
+        # After two recoveries in a row the last sum is that of those who are left.
+        times = 2 if cell.fault == "kill-twice" else 1
+        for rank, those in backs.items():
+            last = those[-1] if those else {}
+            if len(those) != times:
+                failed = self._seen.first(rank, "failed")
+                why = f": {failed['text'].splitlines()[0][:_SHOWN]}" if failed else ""
+                outcome.note(WRONG, f"rank {rank} was back at work {len(those)} times instead of {times}{why}")
+            elif (last["ranks"], last["sum"]) != (len(ranks), len(ranks) * (len(ranks) + 1) // 2):
+                outcome.note(WRONG, f"rank {rank}: a sum of {last['sum']} over {last['ranks']} ranks")
+            how = self._seen.ends.get(rank, (0.0, "hangs"))[1]
+            if not how.startswith("ended with exit status 0") and _GIVEN_UP not in self._seen.err:
+                outcome.note(WRONG, f"rank {rank} did not end well: {how}")
+        if any(len(those) != times for those in backs.values()):
+            return
+        begins = self._begins_of_recovery()
+        for seconds in waits(begins, [[one["t"] for one in those] for those in backs.values()]):
+            outcome.ms["back"].append(seconds * 1000)
+            if seconds * 1000 > back_within(cell):
+                outcome.note(OVER, f"back at work after {seconds * 1000:.0f} ms, {back_within(cell):.0f} allowed")
+
+    def _begins_of_recovery(self) -> list[float]:
+        """Return when it could begin: at each death; where none died, when the last one could go on."""
+        if self._cell.kind == "death":
+            return [one["t"] for rank in FAULTS[self._cell.fault].gone for one in self._seen.every(rank, "fault")]
+        could = "again" if self._cell.recovery == RECONNECT else "raised"
+        begins = [self._seen.first(rank, could) for rank in self._cell.judged]
+        return [max((float(one["t"]) for one in begins if one), default=0.0)]
+
+    def _verdict(self, alive: bool) -> None:
         """Judge what stands on stderr and in the file: always needed, and all there is without survivors."""
         cell = self._cell
         if cell.kind in ("watcher", "watcher-frozen"):
@@ -199,10 +232,17 @@ class _Judge:
         file = "\n".join(str(one["text"]) for one in self._seen.verdicts)
         # Where ranks compare what they submit themselves, each of them raises it, and the program may expect that.
         quiet = cell.kind == "mismatch" and cell.plane in (HOST, STRICT)
+        # A launcher that ends all on several hosts may end itself too, before a watcher has had a core.
+        quiet |= cell.on_hosts and not alive
         if not quiet and not (said and needs.search(whole)):
             self._outcome.note(WRONG, "no verdict on stderr")
-        if not needs.search(file):
+        if not needs.search(file) or (cell.on_hosts and cell.blames and not _names_host(file, cell.lost(0))):
             self._outcome.note(WRONG, "no verdict in the file")
+
+
+def _names_host(text: str, ranks: Iterable[Iterable[int]]) -> bool:
+    """Say whether the host of any of these ranks is named."""
+    return any(f"host{rank + 1}" in text for rank in itertools.chain(*ranks))
 
 
 def judge_calm(seen: Seen) -> Outcome:

@@ -36,8 +36,17 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def folder() -> Path:
+    """Return the job's folder, in which ranks and the tool meet."""
+    return Path(os.readlink("/proc/self/fd/1")).parent
+
+
+def verdict_is_out() -> bool:
+    """Say whether a watcher's line stands on the standard error of any rank."""
+    return any("butter_mpi: " in file.read_text("utf-8", "replace") for file in folder().glob("rank*.err"))
+
+
 def have_said(what: str, ranks: Iterable[int]) -> bool:
     """Say whether these ranks have said it: their files lie beside this one's."""
-    folder = Path(os.readlink("/proc/self/fd/1")).parent
     mark = f'{{"what": "{what}"'
-    return all((file := folder / f"rank{rank}.out").exists() and mark in file.read_text() for rank in ranks)
+    return all((file := folder() / f"rank{rank}.out").exists() and mark in file.read_text() for rank in ranks)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers.hosts import Hosts
 from helpers.job import Job, JobFailure
 from helpers.mpirun import start_job
 from helpers.processes import FOLDER_PREFIX
@@ -24,8 +25,10 @@ from helpers.slurm import Slurm, throw_away_slurm
 from helpers.standin import build
 
 from butter_mpi.sentinel.process import Process
+from matrix import outside
+from matrix.cells import Cell
 from matrix.lines import parse
-from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, ON_GPU, RANKS, VICTIM, Cell
+from matrix.table import CALM, COLLECTIVE_DEADLINE, ENDING, HOST, LAUNCHERS, NOTHING, ON_GPU, RANKS, VICTIM
 
 HERE = Path(__file__).parent
 POLICY = {"NCCL_IB_TIMEOUT": "10", "NCCL_IB_RETRY_CNT": "1"}
@@ -33,6 +36,8 @@ _GIVEN = {"NCCL_LIBRARY": "BUTTER_MPI_TEST_NCCL", "NCCL_NVLS_ENABLE": "NCCL_NVLS
 _LIMIT = 20.0
 """Seconds after which a job hangs: its start, the longest bound, and the time in which ranks wait for one another."""
 _ENDING_LIMIT = 14.0
+_AGAIN = 10.0
+"""Seconds more for a recovery."""
 _AFTER = 8.0
 """Seconds that what is left of a job gets to end."""
 # What goes wrong inside the stand-ins: after the start's first operation and two of the scene; the first broadcast.
@@ -58,7 +63,11 @@ class Seen:
 
     def first(self, rank: int, what: str) -> dict[str, Any] | None:
         """Return what a rank said first of a kind."""
-        return next((one for one in self.said.get(rank, []) if one["what"] == what), None)
+        return next(iter(self.every(rank, what)), None)
+
+    def every(self, rank: int, what: str) -> list[dict[str, Any]]:
+        """Return all that a rank said of a kind."""
+        return [one for one in self.said.get(rank, []) if one["what"] == what]
 
 
 class Runner:
@@ -75,29 +84,29 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start(self, launcher: str, program: list[str], ranks: int, **given: Any) -> Job:
-        how = LAUNCHERS[launcher]
-        given |= {"mpi": how.mpi, "options": how.options}
-        if not how.slurm:
-            return start_job(ranks, program, **given)
+    def _slurm_of_all(self) -> Slurm:
         with self._lock:
             if self._slurm is None:
                 self._slurm = self._stack.enter_context(throw_away_slurm(nodes=1, cpus=16))
-        return self._slurm.start_job(ranks, program, **given)
+        return self._slurm
 
     def cell(self, cell: Cell, gpus: Sequence[str] = (), **more: str) -> Seen:
         """Run a cell once; ``gpus`` are those that it may use, ``more`` are variables."""
         faults = _STANDIN_FAULTS.get((cell.fault, cell.phase), _STANDIN_FAULTS.get((cell.fault, ""), ""))
-        program = [str(HERE / "scene.py"), cell.fault, cell.phase, cell.plane]
-        limit = _ENDING_LIMIT if cell.phase in ENDING else _LIMIT + (COLLECTIVE_DEADLINE if cell.kind == "late" else 0)
-        given = {"env": _environment(cell.plane, faults, gpus) | more, "rank_env": _rank_environment(cell.plane)}
-        with self._job(cell.launcher, program, limit, cell.ranks, **given) as (job, file):
+        program = [str(HERE / "scene.py"), cell.fault, cell.phase, cell.plane, cell.recovery]
+        limit = _limit(cell)
+        env = _environment(cell.plane, faults, gpus) | outside.environment(cell) | more
+        given = {"env": env, "rank_env": _rank_environment(cell)}
+        with self._job(cell.launcher, program, limit, cell.ranks, **given) as (job, file, hosts):
             ends = _Ends(job)
-            survivors = {rank for rank in range(cell.ranks) if rank != VICTIM}
+            struck = None if hosts is None else outside.strike(cell, job, hosts)
+            survivors = {rank for rank in cell.judged if rank != VICTIM}
             ends.wait_for(survivors, limit)
             hang = survivors - ends.found.keys()
-            _let_go(job, ends, cell)
-            seen = _seen(job, ends, file)
+            _let_go(job, ends, cell, hosts)
+            seen = _seen(job, ends, file, between=hosts is not None)
+        if struck is not None:
+            seen.said[VICTIM].append({"what": "fault", "t": struck})
         # Their end, if it came when the tool ended the victim, is none of theirs.
         seen.ends = {rank: end for rank, end in seen.ends.items() if rank not in hang}
         return seen
@@ -109,7 +118,7 @@ class Runner:
         limit = seconds + 60
         program = [str(HERE / "calm.py"), name, plane, str(seconds), str(deadline)]
         with (
-            self._job(launcher, program, limit, RANKS, env=_environment(plane, "")) as (job, file),
+            self._job(launcher, program, limit, RANKS, env=_environment(plane, "")) as (job, file, hosts),
             contextlib.ExitStack() as stack,
         ):
             ends = _Ends(job)
@@ -117,17 +126,23 @@ class Runner:
                 stack.enter_context(_burners(len(os.sched_getaffinity(0))))
             if name == "suspended":
                 _suspend(job, seconds)
+            if hosts is not None:
+                outside.outage(job, hosts, seconds)
             ends.wait_for(range(RANKS), limit)
             return _seen(job, ends, file)
 
     @contextlib.contextmanager
     def _job(
         self, launcher: str, program: list[str], limit: float, ranks: int, **given: Any
-    ) -> Iterator[tuple[Job, Path]]:
-        with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir="/tmp") as folder:
+    ) -> Iterator[tuple[Job, Path, Hosts | None]]:
+        how = LAUNCHERS[launcher]
+        given |= {"mpi": how.mpi, "options": how.options, "timeout": limit + 10}
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir="/tmp"))
             file = Path(folder) / "verdicts"
-            with self._start(launcher, [*program, str(file)], ranks, timeout=limit + 10, **given) as job:
-                yield job, file
+            hosts = stack.enter_context(Hosts(ranks)) if how.hosts else None
+            start = hosts.start_job if hosts else self._slurm_of_all().start_job if how.slurm else start_job
+            yield stack.enter_context(start(ranks, [*program, str(file)], **given)), file, hosts
 
 
 def _environment(plane: str, faults: str, gpus: Sequence[str] = ()) -> dict[str, str]:
@@ -138,11 +153,13 @@ def _environment(plane: str, faults: str, gpus: Sequence[str] = ()) -> dict[str,
     return {} if plane == HOST else {**build().env(faults=faults), **POLICY}
 
 
-def _rank_environment(plane: str) -> dict[int, dict[str, str]]:
-    """Make each rank a host of its own to NCCL, where it shall take the network between ranks of one GPU."""
-    if plane not in ON_GPU or not ON_GPU[plane].own_hosts:
-        return {}
-    return {rank: {"NCCL_HOSTID": f"host-{rank}"} for rank in range(ON_GPU[plane].ranks)}
+def _rank_environment(cell: Cell) -> dict[int, dict[str, str]]:
+    """Return what differs between ranks: NCCL takes them for hosts of their own; hosts have a GPU of their own."""
+    if cell.plane in ON_GPU and ON_GPU[cell.plane].own_hosts:
+        return {rank: {"NCCL_HOSTID": f"host-{rank}"} for rank in range(cell.ranks)}
+    if cell.on_hosts and cell.plane != HOST:
+        return {rank: {"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(cell.ranks)}
+    return {}
 
 
 class _Ends:
@@ -176,8 +193,18 @@ class _Ends:
             process.close()
 
 
-def _let_go(job: Job, ends: _Ends, cell: Cell) -> None:
-    """End what the fault itself keeps from ending: a rank or a watcher that is stopped for good."""
+def _limit(cell: Cell) -> float:
+    """Return the seconds after which a cell hangs."""
+    if cell.phase in ENDING:
+        return _ENDING_LIMIT
+    waits = COLLECTIVE_DEADLINE if cell.kind in ("late", "unseen") else 0.0
+    return _LIMIT + waits + (_AGAIN if cell.recovery != NOTHING else 0.0)
+
+
+def _let_go(job: Job, ends: _Ends, cell: Cell, hosts: Hosts | None) -> None:
+    """End what the fault itself keeps from ending: a rank, a watcher or a host that is stopped for good, or cut off."""
+    if hosts is not None:
+        outside.let_go(cell, job, hosts)
     if cell.fault == "stop" and VICTIM not in ends.found:
         with contextlib.suppress(ProcessLookupError):
             job.signal(VICTIM, signal.SIGKILL)
@@ -188,11 +215,16 @@ def _let_go(job: Job, ends: _Ends, cell: Cell) -> None:
     ends.wait_for(range(job.plan.n), _AFTER)
 
 
-def _seen(job: Job, ends: _Ends, file: Path) -> Seen:
-    """Collect everything; what is left behind is a finding and not an exception."""
+def _seen(job: Job, ends: _Ends, file: Path, *, between: bool = False) -> Seen:
+    """Collect everything; what is left behind is a finding and not an exception.
+
+    Launchers may hang once a host was lost: of a job between hosts only what is butter_mpi's must be gone.
+    """
     rc, left = None, ""
     running = [rank for rank in range(job.plan.n) if rank not in ends.found]
-    if running:
+    if between:
+        left = outside.left(job)
+    if running or between:
         job.kill()
     else:
         try:

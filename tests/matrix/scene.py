@@ -1,7 +1,7 @@
 """What each rank of a cell runs: come into the phase, be struck or wait, and say when what was learned.
 
-Run by path: ``scene.py FAULT PHASE PLANE VERDICT_FILE``. Every rank learns of the victim's state by the lines that
-ranks write, never over MPI.
+Run by path: ``scene.py FAULT PHASE PLANE RECOVERY VERDICT_FILE``. Every rank learns of the victim's state by the lines
+that ranks write, never over MPI.
 """
 
 from __future__ import annotations
@@ -28,13 +28,30 @@ from butter_mpi import DType, ReduceOp, bootstrap, nccl
 from butter_mpi.kernels import bf16_add_inplace
 from butter_mpi.planes import joining
 from butter_mpi.sentinel.client import Sentinel
-from matrix.lines import have_said, say, until
-from matrix.table import COLLECTIVE_DEADLINE, ENDING, FAULTS, HOST, ON_GPU, START, START_DEADLINE, STRICT, VICTIM
+from matrix.back import Recovery
+from matrix.lines import folder, have_said, say, until
+from matrix.table import (
+    COLLECTIVE_DEADLINE,
+    ENDING,
+    FAULTS,
+    HOST,
+    NOTHING,
+    ON_GPU,
+    START,
+    START_DEADLINE,
+    STRICT,
+    STRUCK,
+    VICTIM,
+)
 
-FAULT, PHASE, PLANE, FILE = sys.argv[1:]
+FAULT, PHASE, PLANE, RECOVERY, FILE = sys.argv[1:]
 RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-OTHERS = tuple(rank for rank in range(RANKS) if rank != VICTIM)
-IS_VICTIM = RANK == VICTIM
+VICTIMS = FAULTS[FAULT].gone if FAULT == "kill-others" else (VICTIM,)
+"""Those that are struck first, at one time."""
+OTHERS = tuple(rank for rank in range(RANKS) if rank not in VICTIMS)
+LEFT = tuple(rank for rank in range(RANKS) if rank not in FAULTS[FAULT].gone)
+"""Those that learn of it, and go on."""
+IS_VICTIM = RANK in VICTIMS
 KIND = FAULTS[FAULT].kind
 SETTLED = 0.2
 """Seconds after which a rank that has said that it is about to wait is inside that wait."""
@@ -57,9 +74,9 @@ def strike() -> None:
     """Let it happen, here and now, where it is one that ends or stops a process."""
     watcher = JOINED[0]._watcher if JOINED else 0
     say("fault", watcher=watcher)
-    if FAULT == "kill":
+    if FAULT.startswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    elif FAULT == "stop":
+    elif FAULT in ("stop", "freeze"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "exit3":
         os._exit(3)
@@ -245,6 +262,12 @@ class Work:
         elif KIND == "told":
             say("fault")
             self.usual()
+        elif FAULTS[FAULT].outside:
+            say("asks")
+            until((folder() / STRUCK).exists, 20)
+            if PLANE == HOST:
+                self.wait()
+            # The stand-in of NCCL uses no network: what the cut keeps from the others is not submitted.
         elif PHASE == "group" and not FAULTS[FAULT].lives:
             self.group(self.reduce, strike)
         else:
@@ -309,6 +332,7 @@ def main() -> None:
     """Run the scene."""
     faulthandler.enable()
     logging.getLogger("butter_mpi").addHandler(Warned())
+    comm = None
     try:
         comm = start()
         work = Work(comm)
@@ -324,11 +348,13 @@ def main() -> None:
             raise
         lost, records = getattr(error, "lost_ranks", ()), getattr(error, "records", {})
         say("raised", error=type(error).__name__, lost=list(lost), text=str(error), records=len(records))
-        # Whoever ends first ends the others: all shall have the time to say what they learned.
-        expected = OTHERS if not FAULTS[FAULT].lives else range(RANKS)
-        with contextlib.suppress(OSError):
-            until(lambda: have_said("raised", expected), ALL_TOLD_SECONDS)
-        raise
+        if comm is None or RECOVERY == NOTHING:
+            # Whoever ends first ends the others: all shall have the time to say what they learned.
+            with contextlib.suppress(OSError):
+                until(lambda: have_said("raised", LEFT), ALL_TOLD_SECONDS)
+            raise
+    if comm is not None and RECOVERY != NOTHING:
+        Recovery(FAULTS[FAULT], PLANE, RECOVERY, strike).run(comm)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""What the matrix is made of: faults, phases, planes and launchers; which go together, and what must come of a cell."""
+"""What the matrix is made of: phases, planes, recoveries, faults, launchers, and scenes that must end well."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 RANKS = 3
 VICTIM = 1
+SECOND = 2
+"""The rank that is lost after the victim, or with it, where two are."""
+STRUCK = "struck"
+"""The file by which the tool says that it has struck a host."""
+MENDED = "mended"
+"""The file by which it says that a host which was cut off is connected again."""
 COLLECTIVE_DEADLINE = 10.0
 START_DEADLINE = 8.0
 
@@ -68,12 +74,25 @@ PHASES = {
 }
 START = ("join", "exchange", "unique-id", "nccl-init")
 ENDING = ("close", "exit")
-_ON = {
+ON = {
     HOST: ("join", "exchange", "idle", "wait", "mpi", "group", "close", "exit"),
     NCCL: tuple(PHASES),
     STRICT: ("idle", "wait", "mpi", "group"),
 } | dict.fromkeys(ON_GPU, tuple(phase for phase in PHASES if phase not in ("join", "exchange")))
 IN_FLIGHT = ("python", "wait", "foreign", "group")
+RUNNING = ("idle", *IN_FLIGHT, "mpi")
+BETWEEN = ("idle", "wait", "foreign", "mpi")
+"""The phases of cells on several hosts."""
+
+# -- recoveries --------------------------------------------------------------------------------------------------------
+
+NOTHING, RECONNECT, SHRINK = "nothing", "reconnect", "shrink"
+RECOVERIES = {
+    NOTHING: "the error is raised, and the job ends",
+    RECONNECT: "every rank calls attempt_reconnect(), once all have learned of it",
+    SHRINK: "those that are left call shrink()",
+}
+_OR_SHRINK, _OR_RECONNECT = (NOTHING, SHRINK), (NOTHING, RECONNECT)
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +102,7 @@ class Fault:
     """What happens to the victim.
 
     ``kind`` decides the bound and the error; ``phases`` are those in which it makes sense; ``lives``: the victim
-    learns of it like the others.
+    learns of it like the others; ``second``: another rank is lost as well, of so many ``ranks``.
     """
 
     name: str
@@ -92,45 +111,75 @@ class Fault:
     text: str
     lives: bool = False
     planes: tuple[str, ...] = PLANES
+    recoveries: tuple[str, ...] = (NOTHING,)
+    second: bool = False
+    ranks: int = RANKS
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks that the others go on without."""
+        return () if self.lives else (VICTIM, SECOND) if self.second else (VICTIM,)
+
+    @property
+    def outside(self) -> bool:
+        """Whether it strikes a whole host, from outside."""
+        return self.kind in ("host", "cut", "unseen")
 
 
 _ALL = tuple(PHASES)
 _MIDDLE = tuple(phase for phase in PHASES if phase not in ENDING)
 _GPU = (NCCL, STRICT)
+_ALIVE: dict[str, Any] = {"lives": True, "recoveries": _OR_RECONNECT}
+_TWO: dict[str, Any] = {"second": True, "recoveries": (SHRINK,)}
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("kill", "death", _ALL, "SIGKILL"),
-        Fault("stop", "frozen", _ALL, "SIGSTOP, for good"),
-        Fault("exit3", "death", _ALL, "os._exit(3)"),
-        Fault("exit0", "death", _ALL, "os._exit(0)"),
+        Fault("kill", "death", _ALL, "SIGKILL", recoveries=_OR_SHRINK),
+        Fault("stop", "frozen", _ALL, "SIGSTOP, for good", recoveries=_OR_SHRINK),
+        Fault("exit3", "death", _ALL, "os._exit(3)", recoveries=_OR_SHRINK),
+        Fault("exit0", "death", _ALL, "os._exit(0)", recoveries=_OR_SHRINK),
         Fault("leave0", "left", tuple(p for p in _MIDDLE if p != "idle"), "sys.exit(0) in the middle"),
         Fault("raise", "death", tuple(p for p in _ALL if p != "exit"), "an uncaught exception"),
-        Fault("other-kind", "mismatch", (*IN_FLIGHT, "mpi"), "another operation at the same number", True),
-        Fault("other-count", "mismatch", IN_FLIGHT, "another count", True),
-        Fault("other-dtype", "mismatch", IN_FLIGHT, "another dtype", True),
-        Fault("other-op", "mismatch", IN_FLIGHT, "another reduction", True),
-        Fault("other-root", "mismatch", ("wait", "group"), "another root", True),
-        Fault("skip", "mismatch", IN_FLIGHT, "one collective left out, then the next", True),
-        Fault("late", "late", (*IN_FLIGHT, "mpi"), "comes after the deadline of 10 s", True),
-        Fault("background", "told", IN_FLIGHT, "ncclRemoteError in the background of one rank", True, _GPU),
+        Fault("other-kind", "mismatch", (*IN_FLIGHT, "mpi"), "another operation at the same number", **_ALIVE),
+        Fault("other-count", "mismatch", IN_FLIGHT, "another count", **_ALIVE),
+        Fault("other-dtype", "mismatch", IN_FLIGHT, "another dtype", **_ALIVE),
+        Fault("other-op", "mismatch", IN_FLIGHT, "another reduction", **_ALIVE),
+        Fault("other-root", "mismatch", ("wait", "group"), "another root", **_ALIVE),
+        Fault("skip", "mismatch", IN_FLIGHT, "one collective left out, then the next", **_ALIVE),
+        Fault("late", "late", (*IN_FLIGHT, "mpi"), "comes after the deadline of 10 s", **_ALIVE),
+        Fault("background", "told", IN_FLIGHT, "ncclRemoteError in the background of one rank", planes=_GPU, **_ALIVE),
         Fault("sticky", "told", ("idle", *IN_FLIGHT), "a kernel breaks the CUDA context of one rank", True, _GPU),
         Fault("call", "told", ("unique-id", "nccl-init", *IN_FLIGHT), "a NCCL call fails on one rank", True, _GPU),
-        Fault("watcher-kill", "watcher", ("exchange", "idle", *IN_FLIGHT, "mpi"), "the watcher is killed", True),
-        Fault("watcher-stop", "watcher-frozen", ("exchange", "idle", *IN_FLIGHT, "mpi"), "it is stopped", True),
+        Fault("watcher-kill", "watcher", ("exchange", *RUNNING), "the watcher is killed", True),
+        Fault("watcher-stop", "watcher-frozen", ("exchange", *RUNNING), "it is stopped", True),
+        Fault("freeze", "frozen", RUNNING, "SIGSTOP, and SIGCONT once the others know", True, recoveries=(RECONNECT,)),
+        Fault("kill-others", "death", RUNNING, "SIGKILL of all ranks but one", **_TWO),
+        Fault("kill-twice", "death", RUNNING, "SIGKILL, and of another rank after the recovery", ranks=4, **_TWO),
+        Fault("kill-during", "death", RUNNING, "SIGKILL, and of another rank in the recovery", ranks=4, **_TWO),
+        Fault("host-kill", "host", BETWEEN, "a host loses its networks, and all its processes"),
+        Fault("host-freeze", "host", BETWEEN, "all processes of a host are stopped"),
+        Fault("cut-both", "cut", BETWEEN, "a host is cut off from both networks", **_ALIVE),
+        Fault("cut-control", "cut", BETWEEN, "a host is cut off from the launcher's network, that of the links", True),
+        Fault("cut-data", "cut", BETWEEN, "a host is cut off from MPI's network, and here that of the links", True),
+        Fault("cut-unseen", "unseen", ("wait", "mpi"), "a host is cut off from MPI's network alone", True, (HOST,)),
     )
 }
 # The stand-in alone can be told to do this.
-_BY_STANDIN = ("background", "call")
+BY_STANDIN = ("background", "call")
+# What happens to ranks and watchers and is told between hosts too.
+ALSO_BETWEEN = ("kill", "stop", "watcher-kill", "watcher-stop")
 # A broadcast is what waits on the device: it moves bytes and reduces nothing.
-_NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
+NOT_IN_A_BROADCAST = ("other-dtype", "other-op")
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """How the ranks are started; ``seconds``: what a job costs under it; ``gpu``: of cells on real GPUs only."""
+    """How the ranks are started; ``seconds``: what a job costs under it; ``gpu``: of cells on real GPUs only.
+
+    ``hosts``: each rank has a host of its own, which is a network name space.
+    """
 
     name: str
     mpi: str
@@ -138,6 +187,17 @@ class Launcher:
     slurm: bool = False
     seconds: float = 2.0
     gpu: bool = False
+    hosts: bool = False
+
+    @property
+    def ulfm(self) -> bool:
+        """Whether MPI goes on without a lost rank."""
+        return "ulfm" in self.options
+
+    @property
+    def spares(self) -> bool:
+        """Whether it leaves survivors alone."""
+        return self.ulfm or "--enable-recovery" in self.options or self.name == "srun-mpich"
 
 
 LAUNCHERS = {
@@ -152,141 +212,11 @@ LAUNCHERS = {
         Launcher("srun-mpich", "mpich", ("--kill-on-bad-exit=0",), slurm=True, seconds=2.5),
         Launcher("srun-mpich-K", "mpich", ("--kill-on-bad-exit=1",), slurm=True, seconds=2.5),
         Launcher("srun-openmpi", "openmpi", ("--kill-on-bad-exit=0",), slurm=True, seconds=3.0),
+        Launcher("hosts-mpich", "mpich", seconds=4.0, hosts=True),
+        Launcher("hosts-openmpi", "openmpi", ("--enable-recovery",), seconds=4.0, hosts=True),
+        Launcher("hosts-openmpi-ulfm", "openmpi", ("--with-ft", "ulfm"), seconds=4.0, hosts=True),
     )
 }
-
-# -- cells -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One fault in one phase on one plane under one launcher."""
-
-    fault: str
-    phase: str
-    plane: str
-    launcher: str
-
-    @property
-    def name(self) -> str:
-        """How people ask for it."""
-        return f"{self.fault}.{self.phase}.{self.plane}.{self.launcher}"
-
-    @property
-    def kind(self) -> str:
-        """The kind of its fault."""
-        return FAULTS[self.fault].kind
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return ON_GPU[self.plane].ranks if self.plane in ON_GPU else RANKS
-
-    @property
-    def slow(self) -> bool:
-        """Whether it lasts seconds by design, so that another one beside it does not decide the outcome."""
-        return self.kind in ("frozen", "late", "watcher-frozen") or self.phase == "join"
-
-    @property
-    def seconds(self) -> float:
-        """What it costs, about."""
-        more = {"frozen": 5.0, "watcher-frozen": 5.5, "late": 15.0, "left": 1.0}.get(self.kind, 0.0)
-        return LAUNCHERS[self.launcher].seconds + max(more, START_DEADLINE if self.phase == "join" else 0.0)
-
-    @property
-    def judged(self) -> tuple[int, ...]:
-        """The ranks that must learn of it."""
-        return tuple(rank for rank in range(self.ranks) if rank != VICTIM or FAULTS[self.fault].lives)
-
-    @property
-    def blames(self) -> bool:
-        """Whether the victim must be named as lost."""
-        return self.kind in ("death", "left", "frozen", "late")
-
-
-def fits(fault: Fault, phase: str, plane: str) -> bool:
-    """Say whether a fault makes sense in a phase on a plane."""
-    if phase not in fault.phases or phase not in _ON[plane]:
-        return False
-    if fault.name in _BY_STANDIN if plane in ON_GPU else plane not in fault.planes:
-        return False
-    return not (fault.name in _NOT_IN_A_BROADCAST and phase == "wait" and plane != HOST)
-
-
-def every_cell(planes: Iterable[str] = PLANES, *, gpu: bool = False) -> Iterator[Cell]:
-    """Yield all that make sense, in the order of the tables."""
-    launchers = [launcher.name for launcher in LAUNCHERS.values() if launcher.gpu == gpu]
-    for fault in FAULTS.values():
-        for phase in PHASES:
-            for plane in planes:
-                if fits(fault, phase, plane):
-                    for launcher in launchers:
-                        yield Cell(fault.name, phase, plane, launcher)
-
-
-# -- what must come ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Milliseconds from the fault: to poisoned (median), to the exception, to the return of a foreign wait."""
-
-    poisoned: float
-    raised: float
-    foreign: float
-
-    def of(self, phase: str) -> float:
-        """Return the bound of the exception in a phase: after a foreign wait it comes when that returns."""
-        return self.foreign if phase == "foreign" else self.raised
-
-
-BOUNDS = {
-    "death": Bound(250, 300, 1500),
-    "watcher": Bound(250, 300, 1500),
-    "mismatch": Bound(2000, 2000, 2000),
-    "frozen": Bound(5000, 5000, 5000),
-    "watcher-frozen": Bound(5000, 5000, 5000),
-    "left": Bound(5000, 5000, 5000),
-    "told": Bound(5000, 5000, 5000),
-    # From the begin of the wait.
-    "late": Bound(11000, 11000, 11000),
-}
-WARNED_AT = (5000, 6000)
-LATE_AT = (10000, 11000)
-ENDED_WITHIN = 5000.0
-"""Of close and exit: milliseconds until the processes of the others are gone."""
-
-
-def bound(cell: Cell) -> Bound:
-    """Return the bounds of a cell."""
-    if cell.phase == "join":
-        return Bound(*[START_DEADLINE * 1000] * 3)
-    if cell.phase in START:
-        return Bound(*[min(START_DEADLINE, 5.0) * 1000] * 3)
-    return BOUNDS[cell.kind]
-
-
-ERRORS = {
-    "death": "PeerLostError",
-    "left": "PeerLostError",
-    "frozen": "PeerLostError",
-    "watcher": "PeerLostError",
-    "watcher-frozen": "PeerLostError",
-    "mismatch": "CollectiveMismatchError",
-    "late": "CollectiveTimeoutError",
-    "told": "CommunicatorBrokenError",
-}
-
-
-def errors(cell: Cell) -> tuple[str, ...]:
-    """Return the classes that a rank may raise."""
-    if cell.phase == "join":
-        return ("StartError", "StartTimeoutError")
-    if cell.phase in START:
-        # Without a watcher a start may still come to its end, and breaks then.
-        return ("StartError", ERRORS[cell.kind]) if "watcher" in cell.kind else ("StartError",)
-    return (ERRORS[cell.kind],)
-
 
 # -- false alarms ------------------------------------------------------------------------------------------------------
 
@@ -302,6 +232,7 @@ class Calm:
     planes: tuple[str, ...] = (HOST, NCCL)
     deadlines: tuple[float, float] = (30.0, 120.0)
     alone: bool = False
+    hosts: bool = False
 
 
 CALM = {
@@ -314,6 +245,7 @@ CALM = {
         Calm("suspended", "all ranks are stopped and continued", 6, 30),
         Calm("debugger", "a debugger stops a rank, with the switch for it on", 8, 60),
         Calm("child", "a child has every descriptor and outlives its parent's close", 3, 3),
+        Calm("outage", "a host is off all networks for 3 s", 3, 3, (HOST,), hosts=True),
         Calm("saturated", "both cores are saturated", 12, 600, alone=True),
     )
 }
