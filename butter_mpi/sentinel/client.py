@@ -26,7 +26,7 @@ from typing import Any
 
 from butter_mpi.control import Pause, Watch
 from butter_mpi.descent import Descent
-from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
+from butter_mpi.descriptors import beyond_standard, local_socket, memory_file, other_end
 from butter_mpi.errors import StartError
 from butter_mpi.recorder import Reader, Recorder
 from butter_mpi.recording import file_of_host, take
@@ -380,6 +380,10 @@ class Sentinel:
     def _join(self, secret: str, recorder: Recorder) -> None:
         self._socket = local_socket()
         self._socket.connect(_address(secret))
+        # Where the one that listened is gone, its name, which everybody can read, is anybody's: it gets no secret.
+        user = other_end(self._socket)[1]
+        if user != os.geteuid():
+            raise OSError(errno.EACCES, f"user {user} listens under its name, which the one that had it has given up")
         with contextlib.ExitStack() as ends:
             older = {one: fd for one in list(_OPEN) if (fd := one._show(ends)) is not None}
             shown = sorted(older, key=lambda one: one._made)[-messages.MOST_OLDER :]
