@@ -276,11 +276,26 @@ class Links:
             return
         if not 0 <= fields.get("node", 0) < len(self._nodes):
             return
+        if kind == "cut" and self._knows_better(origin, fields["node"]):
+            self._heard[origin] = serial
+            return
         self._spread(kind, {"origin": origin, "serial": serial, **fields}, source)
         if kind not in ("cut", "back"):
             self._hear(kind, fields)
         elif fields["node"] != self._me:
             self._tell_of_node(kind, fields["node"], fields.get("text", ""))
+
+    def _knows_better(self, origin: int, number: int) -> bool:
+        """Whether a node that another one does not hear is heard here, or by a hub that is.
+
+        Who was cut off itself, and comes back, says again whom it did not hear. A hub says whom it does not hear before
+        it accuses, so that this one has heard that of both hubs by the time of the second one's accusation.
+        """
+        own = self._peers.get(number)
+        if own is not None and own.heard:
+            return True
+        hubs = [peer for peer in self._peers.values() if peer.number < HUBS and peer.number not in (origin, number)]
+        return any(hub.heard and number not in hub.misses for hub in hubs)
 
     def _tell_of_node(self, kind: str, number: int, text: str) -> None:
         """Tell of each rank of a node that it is not to be reached, or is again."""

@@ -232,6 +232,30 @@ def test_leaf_that_comes_back_speaks_for_no_other_node(make: Callable[..., Net])
     assert last == {0: "running", 1: "running", 2: "running", 3: "running", 6: "stopped", 7: "stopped"}
 
 
+@pytest.mark.parametrize("hub", [0, 1])
+def test_hub_that_comes_back_is_not_believed_of_nodes_that_are_heard(make: Callable[..., Net], hub: int) -> None:
+    """Cut off, it named all others; what it said comes when it is reached again, to those that hear one another."""
+    net = make(4)
+    cut_off = net.nodes[hub]
+    kept = list(cut_off.links._connections._all.values())
+    # Nothing comes there, and what it says stays there.
+    cut_off.frozen = True
+    for connection in kept:
+        connection.flush = lambda: None  # type: ignore[method-assign]
+    for _ in range(25):
+        cut_off.links.tick(TICK, True)
+        net.pass_time(TICK)
+    for connection in kept:
+        del connection.flush
+    cut_off.frozen = False
+    net.pass_time(3)
+    lost = {2 * hub, 2 * hub + 1}
+    for number, node in enumerate(net.nodes):
+        expected = lost if number != hub else set(range(8)) - lost
+        assert {fields["rank"] for fields in node.told("stopped")} == expected, number
+        assert {fields["rank"] for fields in node.told("running")} >= expected, number
+
+
 def test_two_nodes_that_hear_nothing_name_each_other(make: Callable[..., Net]) -> None:
     """Each side says that the other one, or itself, is cut off."""
     net = make(2)
