@@ -158,8 +158,15 @@ class Links:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the hub that compares: the first, or, where that is not heard, the second."""
-        return self._me == 0 or (self._me < HUBS and not self._peers[0].heard)
+        """Whether this is the hub that compares: the first, or the second where that one hears a node more."""
+        if self._me >= HUBS:
+            return False
+        other = self._peers[HUBS - 1 - self._me]
+        if not other.heard:
+            return True
+        here = {peer.number for peer in self._peers.values() if peer.deaf}
+        first, second = (here, other.misses) if self._me == 0 else (other.misses, here)
+        return (first <= second) == (self._me == 0)
 
     def finish(self) -> bool:
         """Say that this node says nothing more of ranks; returns whether nobody needs this process any more.

@@ -295,6 +295,35 @@ def test_loss_of_one_link_accuses_nobody(make: Callable[..., Net], hub: int, lea
     assert all(len(node.told("gone")) == (number != leaf) for number, node in enumerate(net.nodes))
 
 
+def test_second_hub_compares_where_the_first_does_not_hear_a_leaf(make: Callable[..., Net]) -> None:
+    """What ranks submit goes to both hubs, and that one compares which hears all; the first again once it does."""
+    net = make(4)
+    leaf = net.nodes[3].links
+
+    def leading() -> list[int]:
+        return [number for number, node in enumerate(net.nodes) if node.links.leads]
+
+    assert leading() == [0]
+    call = leaf._connections.call
+    refuse = lambda number, *at: call(number, *at) if number else "No route to host"  # noqa: E731
+    leaf._connections.call = refuse  # type: ignore[method-assign]
+    assert leaf._peers[0].link is not None
+    leaf._connections.drop(leaf._peers[0].link)
+    net.pass_time(5)
+    assert leading() == [1]
+    leaf.say("show", True, epoch=0, first=1, last=2)
+    net.nodes[1].links.say("show", False, epoch=0, first=3, last=4)
+    net.settle()
+    assert net.nodes[1].told("show") and not net.nodes[0].accused
+    assert [fields["first"] for fields in net.nodes[3].told("show")] == [3]
+    leaf._connections.call = call  # type: ignore[method-assign]
+    net.pass_time(1)
+    assert leading() == [0]
+    net.nodes[0].frozen = True
+    net.pass_time(5)
+    assert leading() == [0, 1]
+
+
 def test_outage_of_three_seconds_accuses_nobody(make: Callable[..., Net]) -> None:
     """Whenever it begins between two beats, and though the old connection is of no use after it."""
     net = make(3)
