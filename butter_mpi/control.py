@@ -287,7 +287,11 @@ class Control:
         self.gone: dict[int, dict[str, Any]] = {}
         self.told: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
         self._moved_on: set[int] = set()
-        self.broken: tuple[int, dict[str, Any]] | None = None
+        self._broken: tuple[int, dict[str, Any]] | None = None
+        # What MPI itself says of a loss, and since when.
+        self._lost: tuple[Watch, int, dict[str, Any]] | None = None
+        self.patience = 0.0
+        """Seconds in which somebody who knows more of a loss than MPI does may say it first."""
         self._mailbox, self._parted = threading.Lock(), False
         self._asked: set[int] = set()
         self.where: Callable[[], str] | None = None
@@ -344,9 +348,9 @@ class Control:
                 return False
         except self._mpi.Exception as error:
             self._receives.pop(peer, None)
-            self._break(
-                peer, {"error": "PeerLostError", "text": f"MPI lost rank {peer}: {error}", "lost": [peer], "here": True}
-            )
+            text = f"MPI lost rank {peer}: {error}"
+            notice = {"error": "PeerLostError", "text": text, "lost": [peer], "here": True}
+            self._lost = self._lost or (Watch(self.patience), peer, notice)
             return True
         (buffer,) = ticket.buffers
         end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
@@ -379,8 +383,15 @@ class Control:
             self._break(peer, body)
 
     def _break(self, peer: int, body: dict[str, Any]) -> None:
-        if self.broken is None:
-            self.broken = (peer, body)
+        if self._broken is None:
+            self._broken = (peer, body)
+
+    @property
+    def broken(self) -> tuple[int, dict[str, Any]] | None:
+        """The first failure that a peer told of, or MPI, and which peer; ``None``: there was none."""
+        if self._broken is None and self._lost is not None and self._lost[0].tick():
+            self._broken = self._lost[1:]
+        return self._broken
 
     def ping(self) -> None:
         """Ask every peer for a sign of life; one that waits in an operation too answers by itself."""

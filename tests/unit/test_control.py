@@ -115,3 +115,28 @@ def test_one_thread_at_a_time_takes_messages() -> None:
     assert not one.pump() and seen == [False]
     one.abandon()
     assert not one.pump()
+
+
+def test_who_knows_more_of_a_loss_has_the_first_word() -> None:
+    """MPI's words of a rank that it lost count once the watcher has had its time, and at once where there is none."""
+
+    class Lost(Request):
+        """MPI has lost the rank that would have sent."""
+
+        def Test(self) -> bool:  # noqa: N802
+            raise OSError("MPI_ERR_PROC_FAILED")
+
+    def made() -> Control:
+        comm = Mock(rank=0, size=2, Irecv=Mock(side_effect=lambda *_, **__: Lost(0)))
+        return Control(comm, Mock(Exception=OSError))
+
+    at_once, later = made(), made()
+    later.patience = 60.0
+    for one in (at_once, later):
+        one.pump()
+    assert at_once.broken is not None and at_once.broken[1]["text"] == "MPI lost rank 1: MPI_ERR_PROC_FAILED"
+    assert later.broken is None
+    later._deliver(1, "broken", {"error": "PeerLostError", "text": "it says so itself", "lost": [1]})
+    assert later.broken is not None and later.broken[1]["text"] == "it says so itself"
+    for one in (at_once, later):
+        one.abandon()
