@@ -268,6 +268,9 @@ class Control:
         ``mpi4py.MPI``.
     """
 
+    lost_ranks_seen = False
+    """Whether MPI has ever told this process that it lost a rank."""
+
     def __init__(self, comm: Any, mpi: Any) -> None:
         self.comm, self._mpi = comm, mpi
         self._receives: dict[int, Ticket] = {}
@@ -351,6 +354,7 @@ class Control:
             text = f"MPI lost rank {peer}: {error}"
             notice = {"error": "PeerLostError", "text": text, "lost": [peer], "here": True}
             self._lost = self._lost or (Watch(self.patience), peer, notice)
+            Control.lost_ranks_seen = True
             return True
         (buffer,) = ticket.buffers
         end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
