@@ -50,6 +50,8 @@ class Overdue(Exception):
     def __init__(self, phase: str, elapsed: float) -> None:
         super().__init__(f"{phase}: not done after {elapsed:.1f} s")
         self.phase, self.elapsed = phase, elapsed
+        self.where = ""
+        """Where the other ranks are, where they could be asked."""
 
 
 class Ticket:
@@ -299,6 +301,8 @@ class Control:
         self._asked: set[int] = set()
         self.where: Callable[[], str] | None = None
         """Returns the operation that this process is in, for others who ask, once the communicator stands."""
+        self.step = ""
+        """Which step of its start this rank is in, until then."""
         self.whereabouts: dict[int, str] = {}
         # MPI writes into the posted buffers until they are cancelled: a collected Control would be a wild write.
         _LISTENING.add(self)
@@ -378,7 +382,7 @@ class Control:
         elif kind == "pong":
             self._asked.discard(peer)
         elif kind == "where":
-            self.send([peer], "here", {"at": self.where() if self.where else ""})
+            self.send([peer], "here", {"at": self.where() if self.where else self.step})
         elif kind == "here":
             self.whereabouts[peer] = body["at"]
         else:

@@ -414,7 +414,9 @@ class Sentinel:
         while not self._ready.is_set():
             self.look_at_start()
             if watch.tick():
-                raise StartError(f"{self._who}: start: the watcher of this node did not come; {_OFF}", phase="watcher")
+                slow = "set a longer start_deadline (BUTTER_MPI_START_DEADLINE) where hosts are slow to start a process"
+                text = f"the watcher of this node did not come within {watch.elapsed:.1f} s (the start deadline)"
+                raise StartError(f"{self._who}: start: {text}; {slow}, or {_OFF}", phase="watcher")
             pause()
         self._reap()
 

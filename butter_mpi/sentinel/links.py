@@ -30,6 +30,7 @@ REMEDY = (
     "watch_interface (BUTTER_MPI_WATCH_INTERFACE); or set watch='node' (BUTTER_MPI_WATCH=node): the watcher of a node "
     "then tells no other one, and ranks elsewhere learn of a loss over MPI, or at deadlines only"
 )
+_SLOW = "Where hosts are slow to start a process, set a longer start_deadline (BUTTER_MPI_START_DEADLINE)"
 _BEAT = 0.4
 # An outage of 3 s, the beat before it and the call after it are no fault.
 _SILENCE = 4.2
@@ -369,7 +370,8 @@ class Links:
             own = ", ".join(f"{address} port {port}" for address, port in self._hubs[self._me])
             text = f"{host}, at {own}, was not reached by that of {self._names(missing)}"
         self._failed = True
-        self._accuse((), f"{text}, within {self._waited:.1f} s. {REMEDY}", "start")
+        text += f", within {self._waited:.1f} s (half of the start deadline)"
+        self._accuse((), f"{text}. {REMEDY}. {_SLOW}", "start")
 
     # -- silence -----------------------------------------------------------------------------------------------------
 
