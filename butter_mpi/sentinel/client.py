@@ -28,6 +28,7 @@ from butter_mpi.control import Pause, Watch
 from butter_mpi.descent import Descent
 from butter_mpi.descriptors import beyond_standard, local_socket, memory_file, other_end
 from butter_mpi.errors import StartError
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.recorder import Reader, Recorder
 from butter_mpi.recording import file_of_host, take
 from butter_mpi.sentinel import messages
@@ -206,7 +207,8 @@ def _refusal(offers: Sequence[Mapping[str, Any]], leaders: Mapping[str, int]) ->
     """Return why there can be no watcher on some node, with the remedy; empty: there can be."""
 
     def reasons(said: Iterable[tuple[int, str]]) -> str:
-        return "; ".join(f"rank {number}: {reason}" for number, reason in said if reason)
+        found = by_value((number, reason) for number, reason in said if reason)
+        return "; ".join(f"{ranks_text(ranks)}: {reason}" for reason, ranks in found.items())
 
     if lacking := reasons((number, one["failure"]) for number, one in enumerate(offers)) or reasons(
         (number, offers[number]["unable"]) for number in leaders.values()
