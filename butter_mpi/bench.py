@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from butter_mpi import nccl
-from butter_mpi.benchmarking import Array, command_line, run, wait
+from butter_mpi.benchmarking import Array, command_line, parsed, run, wait
 from butter_mpi.collectives import call_site
 from butter_mpi.communicator import Communicator
 from butter_mpi.cuda import check, load_driver, prepared
@@ -203,11 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 3 where there is no nccl plane.
+        0; 2 for a wrong argument; 3 where there is no nccl plane.
     """
-    parser = command_line("bench", __doc__ or "")
-    options = parser.parse_args(arguments)
-    return run("bench", options, _print)
+    options = parsed("bench", command_line("bench", __doc__ or ""), arguments)
+    return options if isinstance(options, int) else run("bench", options, _print)
 
 
 if __name__ == "__main__":

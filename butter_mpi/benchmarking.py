@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from butter_mpi import bootstrap
 from butter_mpi.communicator import Communicator
@@ -15,9 +15,11 @@ from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
 from butter_mpi.launch import read_launch
 from butter_mpi.policy import set_unset_policy
+from butter_mpi.selftest.console import Parser, UsageError, ask_for
 
-__all__ = ["Array", "command_line", "run", "wait"]
+__all__ = ["Array", "command_line", "parsed", "run", "wait"]
 
+_USAGE = 2
 _SECONDS = 60.0
 _OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
 
@@ -71,7 +73,7 @@ def wait(comm: Communicator, device: Device, stream: int, pause: float = 1e-4) -
     comm.check_async_error()
 
 
-def command_line(name: str, text: str) -> argparse.ArgumentParser:
+def command_line(name: str, text: str) -> Parser:
     """Return the parser of a benchmark's command line, with what all of them take.
 
     Parameters
@@ -83,12 +85,51 @@ def command_line(name: str, text: str) -> argparse.ArgumentParser:
 
     Returns
     -------
-    argparse.ArgumentParser
-        To be given what is its own, and for :func:`run`.
+    Parser
+        To be given what is its own, and for :func:`parsed`.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m butter_mpi.{name}", description=text.split("\n")[0])
+    parser = Parser(prog=f"python -m butter_mpi.{name}", description=text.split("\n")[0], add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="print this")
     parser.add_argument("--share-gpu", action="store_true", help="allow two ranks on one GPU")
     return parser
+
+
+def parsed(
+    name: str,
+    parser: Parser,
+    arguments: Sequence[str] | None,
+    check: Callable[[argparse.Namespace], None] = lambda _options: None,
+) -> argparse.Namespace | int:
+    """Return the options of a command line; or, where one rank has told what is wrong or printed the help, the status.
+
+    Parameters
+    ----------
+    name : str
+        Of the benchmark.
+    parser : Parser
+        Its own.
+    arguments : sequence of str or None
+        The command line; ``None``: that of this process.
+    check : callable
+        Raises ``UsageError`` for options that do not go together.
+
+    Returns
+    -------
+    argparse.Namespace or int
+        One of them.
+    """
+    speaks = not read_launch(c_environment()).claimed_rank
+    try:
+        options = parser.parse_args(arguments)
+        if not options.help:
+            check(options)
+    except UsageError as error:
+        if speaks:
+            sys.stderr.write(f"butter_mpi.{name}: {error} (--help lists the options)\n")
+        return _USAGE
+    if options.help:
+        return ask_for(parser.format_help(), f"butter_mpi.{name}", 1) if speaks else 0
+    return options
 
 
 def run(name: str, options: argparse.Namespace, measure: Callable[[Communicator], None]) -> int:

@@ -281,8 +281,8 @@ class _Start(Survivors):
             self._lonely = True
             raise StartTimeoutError(
                 f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start "
-                f"deadline {self._settings.start_deadline:g} s). Look at the ranks that are missing here, or set a "
-                "longer start_deadline",
+                f"deadline {self._settings.start_deadline:g} s){error.where}. Look at the ranks that are missing "
+                "here, or set a longer start_deadline",
                 phase=error.phase,
                 elapsed=error.elapsed,
             ) from None

@@ -50,6 +50,8 @@ class Overdue(Exception):
     def __init__(self, phase: str, elapsed: float) -> None:
         super().__init__(f"{phase}: not done after {elapsed:.1f} s")
         self.phase, self.elapsed = phase, elapsed
+        self.where = ""
+        """Where the other ranks are, where they could be asked."""
 
 
 class Ticket:
@@ -277,6 +279,9 @@ class Control:
         ``mpi4py.MPI``.
     """
 
+    lost_ranks_seen = False
+    """Whether MPI has ever told this process that it lost a rank."""
+
     def __init__(self, comm: Any, mpi: Any) -> None:
         self.comm, self._mpi = comm, mpi
         self._receives: dict[int, Ticket] = {}
@@ -296,11 +301,17 @@ class Control:
         self.gone: dict[int, dict[str, Any]] = {}
         self.told: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
         self._moved_on: set[int] = set()
-        self.broken: tuple[int, dict[str, Any]] | None = None
+        self._broken: tuple[int, dict[str, Any]] | None = None
+        # What MPI itself says of a loss, and since when.
+        self._lost: tuple[Watch, int, dict[str, Any]] | None = None
+        self.patience = 0.0
+        """Seconds in which somebody who knows more of a loss than MPI does may say it first."""
         self._mailbox, self._parted = threading.Lock(), False
         self._asked: set[int] = set()
         self.where: Callable[[], str] | None = None
         """Returns the operation that this process is in, for others who ask, once the communicator stands."""
+        self.step = ""
+        """Which step of its start this rank is in, until then."""
         self.whereabouts: dict[int, str] = {}
         # MPI writes into the posted buffers until they are cancelled: a collected Control would be a wild write.
         _LISTENING.add(self)
@@ -353,9 +364,10 @@ class Control:
                 return False
         except self._mpi.Exception as error:
             self._receives.pop(peer, None)
-            self._break(
-                peer, {"error": "PeerLostError", "text": f"MPI lost rank {peer}: {error}", "lost": [peer], "here": True}
-            )
+            text = f"MPI lost rank {peer}: {error}"
+            notice = {"error": "PeerLostError", "text": text, "lost": [peer], "here": True}
+            self._lost = self._lost or (Watch(self.patience), peer, notice)
+            Control.lost_ranks_seen = True
             return True
         (buffer,) = ticket.buffers
         end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
@@ -379,7 +391,7 @@ class Control:
         elif kind == "pong":
             self._asked.discard(peer)
         elif kind == "where":
-            self.send([peer], "here", {"at": self.where() if self.where else ""})
+            self.send([peer], "here", {"at": self.where() if self.where else self.step})
         elif kind == "here":
             self.whereabouts[peer] = body["at"]
         else:
@@ -388,8 +400,15 @@ class Control:
             self._break(peer, body)
 
     def _break(self, peer: int, body: dict[str, Any]) -> None:
-        if self.broken is None:
-            self.broken = (peer, body)
+        if self._broken is None:
+            self._broken = (peer, body)
+
+    @property
+    def broken(self) -> tuple[int, dict[str, Any]] | None:
+        """The first failure that a peer told of, or MPI, and which peer; ``None``: there was none."""
+        if self._broken is None and self._lost is not None and self._lost[0].tick():
+            self._broken = self._lost[1:]
+        return self._broken
 
     def ping(self) -> None:
         """Ask every peer for a sign of life; one that waits in an operation too answers by itself."""

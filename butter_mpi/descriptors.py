@@ -6,9 +6,10 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 from collections.abc import Iterator
 
-__all__ = ["beyond_standard", "local_socket", "memory_file"]
+__all__ = ["beyond_standard", "local_socket", "memory_file", "other_end"]
 
 _STANDARD = (0, 1, 2)
 _NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL, which Python does not name
@@ -48,3 +49,9 @@ def local_socket() -> socket.socket:
     """Return a new local socket that keeps the bounds of messages."""
     with beyond_standard():
         return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def other_end(sock: socket.socket) -> tuple[int, int]:
+    """Return the process and user at the other end of a local socket: who connected, or who listens."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid

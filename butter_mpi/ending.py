@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from butter_mpi.control import listen_everywhere, retire_all, unfinished
+from butter_mpi.control import Control, listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import PeerLostError, text_of
@@ -219,8 +219,9 @@ class Ending:
         _arm()
         if client.left_out():
             _end_alone()
-        if client.deaths_seen() and leaves_survivors(c_environment(), started_by()):
-            # Where the last of its ranks calls MPI_Abort, this launcher can end with 0; so it ends the others at once.
+        died = client.deaths_seen() or Control.lost_ranks_seen
+        if died and leaves_survivors(c_environment(), started_by()):
+            # Where its last ranks call MPI_Abort, this launcher can end with 0, or not at all.
             os._exit(status)
         with contextlib.suppress(Exception):
             if self._mpi is not None and self._mpi.Is_initialized() and not self._mpi.Is_finalized():

@@ -19,6 +19,7 @@ import fcntl
 import mmap
 import os
 import struct
+from math import isfinite
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -399,6 +400,8 @@ class Reader:
         chain, signature, count, site, bound, stream = self._words[first + 1 : first + 7].tolist()
         if not before == self._words[first + 7] == number:
             return None
+        # A rank may write over its own memory: what is no time cannot be told as JSON.
+        when = when if isfinite(when) else 0.0
         return Entry(number, when, chain, signature, count, self._site(site), bound / 1e3, stream)
 
     def _site(self, number: int) -> str:

@@ -156,7 +156,8 @@ class Splits:
             for rank, one in enumerate(said):
                 if one["refused"]:
                     kind, text = one["refused"]
-                    raise _ERRORS[kind](f"{plane.who}: rank {rank}: {text}")
+                    elsewhere = "" if rank == plane.rank() else f"rank {rank}: "
+                    raise _ERRORS[kind](f"{plane.who}: {elsewhere}{text}")
             self._splits += 1
             name = f"dup {self._splits}" if what == "dup" else f"split {self._splits} color {color}"
             ranks = [] if color is None else members(said, color)

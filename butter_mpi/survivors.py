@@ -211,6 +211,7 @@ class Survivors:
         if isinstance(error, StartError):
             return error
         text = f"{self._who}: shrink: '{error.phase}' has not come to its end within {error.elapsed:.1f} s"
+        text += error.where
         return StartTimeoutError(text, phase=error.phase, elapsed=error.elapsed)
 
     def _survive_over_mpi(self, plane: PeerPlane, sentinel: Sentinel | None) -> tuple[Communicator, Descent]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from butter_mpi import nccl
-from butter_mpi.benchmarking import command_line, run, wait
+from butter_mpi.benchmarking import command_line, parsed, run, wait
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.enums import DType
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 3 where there is no nccl plane.
+        0; 2 for a wrong argument; 3 where there is no nccl plane.
     """
     parser = command_line("sweep", __doc__ or "")
     parser.add_argument("--from", dest="least", type=_size, default=8, metavar="SIZE", help="smallest size (8)")
@@ -310,11 +310,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--torch", action="store_true", help="measure torch.distributed of the same ranks beside them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes the times there as well")
-    options = parser.parse_args(arguments)
-    if options.least > options.most:
-        parser.error("--from must not be larger than --to")
-    if options.torch and importlib.util.find_spec("torch") is None:
-        parser.error("--torch needs PyTorch, and it is not installed here")
+
+    def check(options: argparse.Namespace) -> None:
+        if options.least > options.most:
+            parser.error("--from must not be larger than --to")
+        if options.torch and importlib.util.find_spec("torch") is None:
+            parser.error("--torch needs PyTorch, and it is not installed here")
+
+    options = parsed("sweep", parser, arguments, check)
+    if isinstance(options, int):
+        return options
 
     def measure(comm: Communicator) -> None:
         found = _run(comm, options)

@@ -46,6 +46,8 @@ def merge(recordings: Sequence[Recording], last: int) -> Merged:
     low, high = (choose(track.submitted for track in tracks.values()) for choose in (min, max))
     behind = None if divergence else _behind(tracks, low, high) or _behind_in_exchange(ranks)
     first, final = _shown(divergence, low, high, last)
+    # What came before ranks reconnected is in no recording.
+    first = max(first, 1 + min(track.floor for track in tracks.values()))
     return Merged(
         ranks=tuple(ranks.values()),
         missing=_gaps([one.rank for one in recordings], recordings[0].world_size),

@@ -30,12 +30,16 @@ _OPEN_GROUP = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bound:
-    """What ends the waits of a start: a deadline, and a look at what other ranks say, which may raise."""
+    """What ends the waits of a start: a deadline, and a look at what other ranks say, which may raise.
+
+    ``begin`` is told each step that begins, for ranks that ask where this one is.
+    """
 
     watch: Watch
     look: Callable[[], None]
+    begin: Callable[[str], None] = lambda _step: None
 
 
 def abort(library: Library, device: Device, handle: int, inside: Inside) -> Detached:
@@ -104,10 +108,12 @@ def join(library: Library, device: Device, control: Control, bound: Bound) -> in
         Not every rank came in time.
     """
     _refuse_open_group(library)
+    bound.begin("sharing the unique ID")
     unique_id = share_unique_id(control, lambda: nccl.get_unique_id(library), bound.watch, bound.look)
     parent, child = nccl.Handle(), nccl.Handle()
     try:
         config = nccl.make_config(library, blocking=0)
+        bound.begin("making the NCCL communicator")
         state = nccl.init_rank_config(library, parent, control.size, unique_id, control.rank, config)
         _settle(library, parent, parent, state, bound, "making the NCCL communicator")
         _split(library, parent, child, control, bound)
@@ -117,6 +123,7 @@ def join(library: Library, device: Device, control: Control, bound: Bound) -> in
         nccl.close_leaked_groups(library)
         _give_up(library, device, parent, child)
         raise
+    bound.begin("closing the first communicator")
     try:
         _destroy(library, device, parent).result(bound.watch, "closing the first communicator", bound.look)
     except BaseException:
@@ -151,6 +158,7 @@ def _settle(library: Library, handle: nccl.Handle, made: nccl.Handle, state: int
 def _split(library: Library, parent: nccl.Handle, child: nccl.Handle, control: Control, bound: Bound) -> None:
     assert parent.value is not None
     config = nccl.make_config(library, blocking=1, splitShare=0)
+    bound.begin("splitting off the blocking communicator")
     state = nccl.split(library, parent.value, 0, control.rank, child, config)
     _settle(library, parent, child, state, bound, "splitting off the blocking communicator")
 

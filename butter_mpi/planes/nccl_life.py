@@ -29,6 +29,7 @@ from butter_mpi.errors import (
     TransportError,
     text_of,
 )
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.nccl_log import Capture
 from butter_mpi.planes.entering import Inside
 from butter_mpi.planes.issuing import Issuer, Kept
@@ -47,6 +48,7 @@ GivenBack = Callable[[int], None]
 """Gives back what was registered with a communicator, of which it takes the handle."""
 
 _LOG = logging.getLogger("butter_mpi")
+_ANSWER_SECONDS = 0.5
 _BARRIER_BYTES = 4
 _CLOSE_SECONDS = 2.0
 _DESTROY_WAITS = 23102
@@ -130,17 +132,23 @@ class NcclLife(OnDevice, PeerPlane):
         Overdue
             Not every rank came in time.
         """
-        bound = Bound(watch, self._look_at_start)
+        bound = Bound(watch, self._look_at_start, self._begin_step)
         self._close_seconds = 0.0
         try:
             self._open()
             with Capture() as log:
                 self._comm = join(self._library, self.device, self._control, bound)
+                bound.begin("connecting")
                 self._connect(bound)
                 found = log.connections().as_dict()
+            bound.begin("comparing transports")
             self._verify(found, bound)
             self._close_seconds = _CLOSE_SECONDS
-        except (Overdue, TransportError):
+        except Overdue as error:
+            error.where = self._roll_call()
+            self._stop()
+            raise
+        except TransportError:
             self._stop()
             raise
         except BaseException as error:
@@ -152,6 +160,26 @@ class NcclLife(OnDevice, PeerPlane):
             if isinstance(error, Exception) and failed is not error:
                 raise failed from error
             raise
+
+    def _begin_step(self, step: str) -> None:
+        self._control.step = step
+
+    def _roll_call(self) -> str:
+        """Return in which step of this start each rank is, by what it answers now, as messages append it."""
+        control, watch, pause = self._control, Watch(_ANSWER_SECONDS), Pause()
+        with contextlib.suppress(self._mpi.Exception):
+            # Who comes here later must not find this rank without an answer, as it has given up by then.
+            control.send(control.peers, "here", {"at": control.step})
+            control.send(control.peers, "where", {})
+            while len(control.whereabouts) < len(control.peers) and not watch.tick():
+                control.pump()
+                pause()
+        said = {rank: f"in '{step}'" if step else "not in this step" for rank, step in control.whereabouts.items()}
+        said[control.rank] = f"in '{control.step}'"
+        answers = [(rank, said.get(rank, "without an answer")) for rank in range(control.size)]
+        every = "; ".join(f"{ranks_text(ranks)} {answer}" for answer, ranks in by_value(answers).items())
+        hint = " (who does not answer has ended, or is inside a call)" if len(said) < control.size else ""
+        return f": {every}{hint}"
 
     def _start_failed(self, error: BaseException, elapsed: float) -> StartError:
         """Return the error, after telling it to the other ranks: they wait for this one."""
@@ -198,6 +226,7 @@ class NcclLife(OnDevice, PeerPlane):
     def _connect(self, bound: Bound) -> None:
         """Connect by one small operation: the host call makes connections, and would wait without a bound."""
         self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, "connecting")
+        bound.begin("the first operation")
         while not self.device.ready(self.stream):
             if bound.watch.tick():
                 raise Overdue("the first operation", bound.watch.elapsed)

@@ -28,6 +28,7 @@ from butter_mpi.sentinel.relayed import MOST_BYTES, RelayedControl
 __all__ = ["PeerPlane", "Task"]
 
 _GRACE = 0.5
+_WORD_SECONDS = 0.3
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 _PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
 
@@ -106,9 +107,14 @@ class PeerPlane(Surviving):
         """Whether the watcher compares what ranks submit: where they do not compare it themselves."""
         return False
 
+    def _attend(self) -> None:
+        """Answer who asks where this rank is; and let the watcher say first how a rank was lost: it knows more."""
+        self._control.where = _whereabouts
+        self._control.patience = 0.0 if self._sentinel is None else _WORD_SECONDS
+
     def listen_to_watcher(self) -> None:
         """Take the watcher's verdicts from now on, one that has come at once; the communicator stands."""
-        self._control.where = _whereabouts
+        self._attend()
         if self._sentinel is None:
             return
         # The thread that listens must not keep this plane, and with it a communicator that its user has dropped.
@@ -396,7 +402,7 @@ class PeerPlane(Surviving):
         else:
             self._reconnect_over_mpi()
         self._verdict_heard = self._untold = False
-        self._control.where = _whereabouts
+        self._attend()
 
     def _reconnect_over_mpi(self) -> None:
         first = self._first_step()

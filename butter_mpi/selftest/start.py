@@ -15,11 +15,12 @@ from butter_mpi.communicator import Communicator
 from butter_mpi.control import Control, Overdue, Watch, duplicate
 from butter_mpi.ending import ENDING
 from butter_mpi.errors import ButterError, StartError, StartTimeoutError
-from butter_mpi.findings import grouped
+from butter_mpi.findings import grouped, ranks_text
 from butter_mpi.selftest.options import REFUSED, USAGE, Options
 
 __all__ = ["Phases", "Refused", "Together", "agree_on_options", "connect", "load_mpi", "prefixed"]
 
+_OWN_NAME = re.compile(r"rank (\d+)/\d+ on \S+: (?=start: )")
 _PASSED_ON = re.compile(r"rank \d+/\d+ on \S+: start: (rank \d+/\d+.*)", re.DOTALL)
 
 
@@ -179,6 +180,15 @@ def connect(together: Together, mpi: Any, options: Options) -> Communicator:
 def _refuse(texts: Sequence[str]) -> None:
     """Refuse with what was said, once: ranks that were told of another one's failure say the same in more words."""
     said = [passed_on[1] if (passed_on := _PASSED_ON.match(text)) else text for text in texts if text]
-    distinct = [text for text in dict.fromkeys(said) if not any(text != other and other in text for other in said)]
+    said = [text for text in dict.fromkeys(said) if not any(text != other and other in text for other in said)]
+    groups: dict[str, dict[int, str]] = {}
+    for text in said:
+        name = _OWN_NAME.match(text)
+        groups.setdefault(text[name.end() :] if name else text, {})[int(name[1]) if name else -1] = text
+    # What several ranks say of themselves in the same words is told once, with the names of all.
+    distinct = [
+        next(iter(ranks.values())) if len(ranks) == 1 else f"{ranks_text(sorted(ranks))}: {text}"
+        for text, ranks in groups.items()
+    ]
     if distinct:
         raise Refused(REFUSED, "\n".join(distinct))

@@ -26,8 +26,9 @@ from typing import Any
 
 from butter_mpi.control import Pause, Watch
 from butter_mpi.descent import Descent
-from butter_mpi.descriptors import beyond_standard, local_socket, memory_file
+from butter_mpi.descriptors import beyond_standard, local_socket, memory_file, other_end
 from butter_mpi.errors import StartError
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.recorder import Reader, Recorder
 from butter_mpi.recording import file_of_host, take
 from butter_mpi.recovery import left_alone, started_by
@@ -207,7 +208,8 @@ def _refusal(offers: Sequence[Mapping[str, Any]], leaders: Mapping[str, int]) ->
     """Return why there can be no watcher on some node, with the remedy; empty: there can be."""
 
     def reasons(said: Iterable[tuple[int, str]]) -> str:
-        return "; ".join(f"rank {number}: {reason}" for number, reason in said if reason)
+        found = by_value((number, reason) for number, reason in said if reason)
+        return "; ".join(f"{ranks_text(ranks)}: {reason}" for reason, ranks in found.items())
 
     if lacking := reasons((number, one["failure"]) for number, one in enumerate(offers)) or reasons(
         (number, offers[number]["unable"]) for number in leaders.values()
@@ -389,6 +391,10 @@ class Sentinel:
     def _join(self, secret: str, recorder: Recorder) -> None:
         self._socket = local_socket()
         self._socket.connect(_address(secret))
+        # Where the one that listened is gone, its name, which everybody can read, is anybody's: it gets no secret.
+        user = other_end(self._socket)[1]
+        if user != os.geteuid():
+            raise OSError(errno.EACCES, f"user {user} listens under its name, which the one that had it has given up")
         with contextlib.ExitStack() as ends:
             older = {one: fd for one in list(_OPEN) if (fd := one._show(ends)) is not None}
             shown = sorted(older, key=lambda one: one._made)[-messages.MOST_OLDER :]
@@ -419,7 +425,9 @@ class Sentinel:
         while not self._ready.is_set():
             self.look_at_start()
             if watch.tick():
-                raise StartError(f"{self._who}: start: the watcher of this node did not come; {_OFF}", phase="watcher")
+                slow = "set a longer start_deadline (BUTTER_MPI_START_DEADLINE) where hosts are slow to start a process"
+                text = f"the watcher of this node did not come within {watch.elapsed:.1f} s (the start deadline)"
+                raise StartError(f"{self._who}: start: {text}; {slow}, or {_OFF}", phase="watcher")
             pause()
         self._reap()
         watch.passed("the watcher of this node")

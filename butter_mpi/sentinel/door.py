@@ -26,7 +26,6 @@ ALONE: dict[str, Any] = {"me": 0, "nodes": [["", []]], "hubs": [], "listeners": 
 _SECRET_BYTES = 32
 # Where the queue is full of strangers, who comes last must not wait for long.
 _BACKLOG = 512
-_MOST_PATIENCE = 15.0
 _RESOLVE_SECONDS = 2.0
 _INSIDE = ("lo", "docker", "virbr")
 
@@ -115,7 +114,7 @@ class Door:
     def __init__(
         self, offers: Sequence[Mapping[str, Any]], rank: int, names: str | None, start_deadline: float
     ) -> None:
-        self._rank, self._patience = rank, min(_MOST_PATIENCE, start_deadline / 2)
+        self._rank, self._patience = rank, start_deadline / 2
         self._nodes: dict[str, list[int]] = {}
         for number, offer in enumerate(offers):
             self._nodes.setdefault(offer["node"], []).append(number)

@@ -33,6 +33,7 @@ REMEDY = (
     "watch_interface (BUTTER_MPI_WATCH_INTERFACE); or set watch='node' (BUTTER_MPI_WATCH=node): the watcher of a node "
     "then tells no other one, and ranks elsewhere learn of a loss over MPI, or at deadlines only"
 )
+_SLOW = "Where hosts are slow to start a process, set a longer start_deadline (BUTTER_MPI_START_DEADLINE)"
 _BEAT = 0.4
 # An outage of 3 s, the beat before it and the call after it are no fault.
 _SILENCE = 4.2
@@ -181,9 +182,15 @@ class Links:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the hub that compares: the first that has ranks, or, where that is not heard, the second."""
-        before = [self._peers[number] for number in range(min(self._me, HUBS)) if self._ranks.get(number)]
-        return self._me < HUBS and bool(self._ranks.get(self._me)) and not any(peer.heard for peer in before)
+        """Whether this is the hub that compares: the first with ranks, or the second if that hears a node more."""
+        if self._me >= HUBS or not self._ranks.get(self._me):
+            return False
+        other = self._peers[HUBS - 1 - self._me]
+        if not other.heard or not self._ranks.get(other.number):
+            return True
+        here = {peer.number for peer in self._peers.values() if peer.deaf}
+        first, second = (here, other.misses) if self._me == 0 else (other.misses, here)
+        return (first <= second) == (self._me == 0)
 
     @property
     def cut(self) -> frozenset[int]:
@@ -320,11 +327,26 @@ class Links:
             return
         if not 0 <= fields.get("node", 0) < len(self._nodes):
             return
+        if kind == "cut" and self._knows_better(origin, fields["node"]):
+            self._heard[origin] = serial
+            return
         self._spread(kind, {"origin": origin, "serial": serial, **fields}, source)
         if kind not in ("cut", "back"):
             self._hear(kind, fields)
         elif fields["node"] != self._me:
             self._tell_of_node(kind, fields["node"], fields.get("text", ""))
+
+    def _knows_better(self, origin: int, number: int) -> bool:
+        """Whether a node that another one does not hear is heard here, or by a hub that is.
+
+        Who was cut off itself, and comes back, says again whom it did not hear. A hub says whom it does not hear before
+        it accuses, so that this one has heard that of both hubs by the time of the second one's accusation.
+        """
+        own = self._peers.get(number)
+        if own is not None and own.heard:
+            return True
+        hubs = [peer for peer in self._peers.values() if peer.number < HUBS and peer.number not in (origin, number)]
+        return any(hub.heard and number not in hub.misses for hub in hubs)
 
     def _tell_of_node(self, kind: str, number: int, text: str) -> None:
         """Tell of each rank of a node that it is not to be reached, or is again."""
@@ -391,7 +413,8 @@ class Links:
             own = ", ".join(f"{address} port {port}" for address, port in self._hubs[self._me])
             text = f"{host}, at {own}, was not reached by that of {self._names(missing)}"
         self._failed = True
-        self._accuse((), f"{text}, within {self._waited:.1f} s. {REMEDY}", "start")
+        text += f", within {self._waited:.1f} s (half of the start deadline)"
+        self._accuse((), f"{text}. {REMEDY}. {_SLOW}", "start")
 
     # -- silence -----------------------------------------------------------------------------------------------------
 

@@ -67,10 +67,18 @@ class Garbled(ValueError):
 
 
 def pack(kind: str, **fields: Any) -> bytes:
-    """Return a message; a text that is too long is cut, the message never lost."""
+    """Return a message; a text or list that is too long is cut, the message never lost.
+
+    Raises
+    ------
+    Garbled
+        It is too long, and has no text or list that could be cut.
+    """
     data = _packed(kind, fields)
     while len(data) > LIMIT:
-        fields = _shorter(fields)
+        longer, fields = fields, _shorter(fields)
+        if fields == longer:
+            raise Garbled(f"{kind}: {len(data)} bytes, of which none can be left out")
         data = _packed(kind, fields)
     return data
 
@@ -80,17 +88,30 @@ def _packed(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 def _shorter(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return less: of a notice first the records go, then half of the text again and again, then the list of ranks."""
+    """Return less: of a notice first the records go, then half of the text again and again, then the list of ranks.
+
+    Of all else, and of a notice that is too long still, half of its longest text or list.
+    """
     notice = fields.get("notice")
     if not isinstance(notice, dict):
-        return {name: value[: len(value) // 2] if isinstance(value, str) else value for name, value in fields.items()}
+        return _half_of(fields)
     if notice.get("records"):
         cut: dict[str, Any] = {"records": {}}
     elif len(notice.get("text", "")) > _SHORTEST_TEXT:
         cut = {"text": notice["text"][: len(notice["text"]) // 2]}
     else:
         cut = {"lost": notice.get("lost", [])[:_MOST_LOST], "operation": "", "phase": ""}
-    return {**fields, "notice": {**notice, **cut}}
+    shorter = {**notice, **cut}
+    return {**fields, "notice": shorter if shorter != notice else _half_of(notice)}
+
+
+def _half_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return them with half of the longest, be it a text or a list: ranks may garble any of them."""
+    longest = max(facts, key=lambda name: len(str(facts[name])))
+    value = facts[longest]
+    if isinstance(value, dict) and value:
+        return {**facts, longest: _half_of(value)}
+    return {**facts, longest: value[: len(value) // 2]} if isinstance(value, str | list) else facts
 
 
 def unpack(data: bytes, known: Mapping[str, Mapping[str, type]] = FIELDS) -> dict[str, Any]:
@@ -120,7 +141,7 @@ def _is(value: Any, kind: type) -> bool:
 
 def send(sock: socket.socket, kind: str, **fields: Any) -> bool:
     """Send without waiting; returns false if the other end is gone, or has not read for long."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, Garbled):
         data = pack(kind, **fields)
         return sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(data)
     return False

@@ -17,7 +17,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from butter_mpi.descent import Descent
+from butter_mpi.descriptors import other_end
 from butter_mpi.findings import ranks_text
 from butter_mpi.recorder import Entry, Reader
 from butter_mpi.segments import unlink_mapped
@@ -66,12 +66,6 @@ _RAISED_BY_ALL = ("CollectiveMismatchError", "StartError")
 _LEFT_GRACE = 0.2
 # MPI_Finalize of a rank that lives may come to its end all the same.
 _FINALIZE_GRACE = 1.0
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Return the process and user at the other end."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid
 
 
 class Watcher:
@@ -169,7 +163,7 @@ class Watcher:
         with contextlib.suppress(OSError):
             sock, _ = listener.accept()
             sock.setblocking(False)
-            if _peer(sock)[1] != os.getuid():
+            if other_end(sock)[1] != os.geteuid():
                 sock.close()
                 return
             self._watch(sock.fileno(), lambda: self._hello(sock))
@@ -212,7 +206,7 @@ class Watcher:
         if message["kind"] != "hello" or message["secret"] != self._config["secret"] or not fds:
             raise ValueError("a stranger")
         rank = self._ranks.get(message["rank"])
-        if rank is None or rank.joined or _peer(sock)[0] != rank.pid:
+        if rank is None or rank.joined or other_end(sock)[0] != rank.pid:
             raise ValueError("no rank of this node, or one that is here already")
         own, *older = [Reader(fd) for fd in fds]
         named = zip(message["older"], older, strict=True)

@@ -100,6 +100,14 @@ def test_sizes_that_are_none(words: list[str], text: str) -> None:
 
 
 @pytest.mark.parametrize("command", [BENCH, SWEEP], ids=["bench", "sweep"])
+def test_wrong_argument_is_said_once(command: list[str]) -> None:
+    """In one line, by one rank; every rank ends with the status of wrong arguments."""
+    result = run_job(2, [*command, "--nothing"], timeout=60)
+    assert result.rc == 2 and not result.rank_err[1], result.text
+    assert re.fullmatch(r"butter_mpi\.\w+: unrecognized arguments: --nothing \(.*\)\n", result.rank_err[0]), result.text
+
+
+@pytest.mark.parametrize("command", [BENCH, SWEEP], ids=["bench", "sweep"])
 def test_no_gpu_is_said_once(command: list[str]) -> None:
     """Without a GPU the command ends with the reason, from one rank, and no traceback."""
     result = run_job(2, command, timeout=60)

@@ -163,6 +163,27 @@ except butter_mpi.CommunicatorBrokenError as error:
 
 
 UNWATCHED = {"BUTTER_MPI_WATCH": "off"}
+
+
+def test_job_that_lost_a_rank_fails_where_mpi_alone_knows_it() -> None:
+    """Survivors end by their own status also where nobody watches, as mpirun makes 0, or no end, of MPI_Abort."""
+    program = """
+comm = start(); comm.barrier()
+if RANK == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        comm.all_reduce(np.zeros(3))
+except butter_mpi.PeerLostError as error:
+    say(f"raised {error}")
+comm.close()
+"""
+    ulfm = ["--with-ft", "ulfm"]
+    result = run_job(3, HEAD + program, mpi="openmpi", options=ulfm, env=UNWATCHED, timeout=30)
+    assert result.rc == 1 and all("MPI lost rank 1" in result.rank_out[rank] for rank in (0, 2)), result.text
+    assert "MPI_ABORT" not in result.text, result.text
+
+
 FROZEN = [("mpich", 3), ("openmpi", 3), ("mpich", 8_000_000)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,25 @@ def test_deadline_names_the_step(stuck: dict[str, Job], scene: str) -> None:
     assert result.rc != 0 and result.seconds < 15, result.text
     text = "".join(result.rank_err)
     assert "StartTimeoutError" in text and f"'{step}'" in text, result.text
+    # NCCL may hold the rank that is stuck inside its call, where it answers nobody.
+    where = rf"((rank 1|ranks 0-1) in '{step}'|rank 1 without an answer)"
+    assert re.search(rf"deadline 5 s\): .*{where}", text), result.text
+
+
+def test_deadline_names_the_rank_that_is_elsewhere() -> None:
+    """Where every rank came, and one is inside a call, the message says in which step which rank is."""
+    program = """
+from butter_mpi.planes import nccl_life
+real = nccl_life.join
+def late(*arguments):
+    if RANK == 1: time.sleep(20)
+    return real(*arguments)
+nccl_life.join = late
+start(start_deadline=5)
+"""
+    result = run_job(2, HEAD + program, env=env(""), timeout=40)
+    said = "rank 0 in 'making the NCCL communicator'; rank 1 without an answer (who does not answer has ended, or is"
+    assert result.rc != 0 and f"(start deadline 5 s): {said}" in result.rank_err[0], result.text
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks run and in which environment; ``None`` as a value means unset."""
+    """What the ranks run, as which user (``None``: this one) and in which environment; ``None`` as a value: unset."""
 
     n: int
     program: Program
@@ -68,6 +68,7 @@ class Plan:
     unset: Sequence[str] = ()
     cwd: Path | None = None
     timeout: float = 60.0
+    user: int | None = None
 
     def command(self, folder: Path) -> list[str]:
         """Return the command of every rank."""
@@ -103,19 +104,26 @@ class Job:
         self.plan = plan
         self.id = uuid.uuid4().hex
         self._open.add(self.id)
-        self._before = processes.listing()
+        self._before = processes.listing(plan.user)
         self.folder = Path(tempfile.mkdtemp(prefix=processes.FOLDER_PREFIX, dir="/tmp"))
         for name in ("home", "tmp", "cwd"):
             (self.folder / name).mkdir()
         (self.folder / "plan.json").write_text(json.dumps(plan.ranks()))
         # If pytest itself is killed, nobody but timeout(1) would end the job.
         limit = ["timeout", "--kill-after=5", f"{plan.timeout + 30:g}"]
+        command = [*limit, *launcher, *plan.command(self.folder)]
+        if plan.user is not None:
+            for place in (self.folder, *self.folder.iterdir()):
+                os.chown(place, plan.user, plan.user)
         self.started = time.monotonic()
         with (self.folder / "launcher.out").open("wb") as out:
             self._process = subprocess.Popen(
-                [*limit, *launcher, *plan.command(self.folder)],
+                command,
                 env=self._environment(env),
                 cwd=plan.cwd or self.folder / "cwd",
+                user=plan.user,
+                group=plan.user,
+                extra_groups=None if plan.user is None else [],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -135,7 +143,7 @@ class Job:
     ) -> None:
         self.kill()
         self._open.discard(self.id)
-        processes.sweep(processes.left_behind(self._before))
+        processes.sweep(processes.left_behind(self._before, self.plan.user))
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def read(self, rank: int, stream: str) -> str:
@@ -197,7 +205,8 @@ class Job:
     def _nothing_left(self, result: JobResult) -> None:
         left = [f"process {pid}: {processes.command_line(pid)}" for pid in processes.await_all_gone(self.id, GRACE)]
         self.kill()
-        files = [*map(str, sorted((self.folder / "tmp").iterdir())), *processes.left_behind(self._before)]
+        files = [*map(str, sorted((self.folder / "tmp").iterdir()))]
+        files += processes.left_behind(self._before, self.plan.user)
         unforgiven = processes.sweep(files)
         # A job beside this one has files of its MPI there now.
         alone = processes.alone() and self._open == {self.id}

@@ -107,18 +107,21 @@ def alone() -> bool:
     return os.environ.get(ALONE) == "1"
 
 
-def _ours(path: str) -> bool:
-    """Whether a file is this user's; other people's come and go, and are none of our business."""
+def _owner(path: str) -> int | None:
     try:
-        return os.lstat(path).st_uid == os.geteuid()
+        return os.lstat(path).st_uid
     except OSError:
-        return False
+        return None
 
 
-def listing() -> frozenset[str]:
-    """Return what this user has in the shared folders now."""
+def listing(user: int | None = None) -> frozenset[str]:
+    """Return what a user has in the shared folders now, by default this one.
+
+    Other people's files come and go, and are none of our business.
+    """
+    user = os.geteuid() if user is None else user
     paths = (f"{place}/{name}" for place in PLACES for name in os.listdir(place))
-    return frozenset(path for path in paths if _ours(path))
+    return frozenset(path for path in paths if _owner(path) == user)
 
 
 def _used_paths() -> set[str]:
@@ -138,12 +141,12 @@ def _counts(path: str) -> bool:
     return path.startswith("/dev/shm/") or alone() or name.startswith(OURS)
 
 
-def left_behind(before: frozenset[str]) -> list[str]:
-    """Return what is new in the shared folders and of no use to any living process.
+def left_behind(before: frozenset[str], user: int | None = None) -> list[str]:
+    """Return what a user has anew in the shared folders that is of no use to any living process.
 
     Folders of pytest and of other jobs of this harness do not count.
     """
-    new = [path for path in sorted(listing() - before) if _counts(path)]
+    new = [path for path in sorted(listing(user) - before) if _counts(path)]
     used = _used_paths() if new else set()
     unused = [path for path in new if not any(name == path or name.startswith(f"{path}/") for name in used)]
     # Another job may have removed its own in between.

@@ -115,3 +115,30 @@ def test_one_thread_at_a_time_takes_messages() -> None:
     assert not one.pump() and seen == [False]
     one.abandon()
     assert not one.pump()
+
+
+def test_who_knows_more_of_a_loss_has_the_first_word() -> None:
+    """MPI's words of a rank that it lost count once the watcher has had its time, and at once where there is none."""
+
+    class Lost(Request):
+        """MPI has lost the rank that would have sent."""
+
+        def Test(self) -> bool:  # noqa: N802
+            raise OSError("MPI_ERR_PROC_FAILED")
+
+    def made() -> Control:
+        comm = Mock(rank=0, size=2, Irecv=Mock(side_effect=lambda *_, **__: Lost(0)))
+        return Control(comm, Mock(Exception=OSError))
+
+    def words(one: Control) -> str | None:
+        return None if one.broken is None else str(one.broken[1]["text"])
+
+    at_once, later = made(), made()
+    later.patience = 60.0
+    for one in (at_once, later):
+        one.pump()
+    assert words(at_once) == "MPI lost rank 1: MPI_ERR_PROC_FAILED" and words(later) is None
+    later._deliver(1, "broken", {"error": "PeerLostError", "text": "it says so itself", "lost": [1]})
+    assert words(later) == "it says so itself"
+    for one in (at_once, later):
+        one.abandon()

@@ -102,11 +102,12 @@ OWN = "rank 1/2 on b: start: it failed"
         (["", OWN], OWN),
         ([f"rank 0/2 on a: told by {OWN}", OWN], OWN),
         ([f"rank 0/2 on a: start: {NO_ID}", f"rank 1/2 on b: start: {NO_ID}"], NO_ID),
-        (["rank 0/2 on a: start: it failed", OWN], f"rank 0/2 on a: start: it failed\n{OWN}"),
+        (["rank 0/2 on a: start: it failed", OWN], "ranks 0-1: start: it failed"),
+        (["rank 0/2 on a: start: it fails too", OWN], f"rank 0/2 on a: start: it fails too\n{OWN}"),
     ],
 )
 def test_refused_start_is_told_once(texts: list[str], said: str) -> None:
-    """What a rank was told by another one is not repeated; what failed on each by itself is told of each."""
+    """What a rank was told by another one is not repeated; what failed on each by itself is told of each, or of all."""
     with pytest.raises(Refused) as caught:
         _refuse(texts)
     assert (caught.value.text, caught.value.status) == (said, 3)

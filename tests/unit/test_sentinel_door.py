@@ -92,7 +92,7 @@ def test_only_the_first_two_nodes_listen_and_only_rank_0_makes_the_secret(
     configs = [one.config(said) for one in every]
     assert [one["me"] for one in configs] == [0, 1, 0, 2, 2]
     assert [ranks for _, ranks in configs[4]["nodes"]] == [[0, 2], [1], [3, 4]]
-    assert all(one["hubs"] == [said[2]["at"], said[1]["at"]] and one["patience"] == 15 for one in configs)
+    assert all(one["hubs"] == [said[2]["at"], said[1]["at"]] and one["patience"] == 30 for one in configs)
     for address, port in said[2]["at"]:
         socket.create_connection((address, port), timeout=5).close()
 

@@ -128,6 +128,30 @@ def test_leaf_that_comes_back_speaks_for_no_other_node(make: Callable[..., Net])
     assert last == {0: "running", 1: "running", 2: "running", 3: "running", 6: "stopped", 7: "stopped"}
 
 
+@pytest.mark.parametrize("hub", [0, 1])
+def test_hub_that_comes_back_is_not_believed_of_nodes_that_are_heard(make: Callable[..., Net], hub: int) -> None:
+    """Cut off, it named all others; what it said comes when it is reached again, to those that hear one another."""
+    net = make(4)
+    cut_off = net.nodes[hub]
+    kept = list(cut_off.links._connections._all.values())
+    # Nothing comes there, and what it says stays there.
+    cut_off.frozen = True
+    for connection in kept:
+        connection.flush = lambda: None  # type: ignore[method-assign]
+    for _ in range(25):
+        cut_off.links.tick(TICK, True)
+        net.pass_time(TICK)
+    for connection in kept:
+        del connection.flush
+    cut_off.frozen = False
+    net.pass_time(3)
+    lost = {2 * hub, 2 * hub + 1}
+    for number, node in enumerate(net.nodes):
+        expected = lost if number != hub else set(range(8)) - lost
+        assert {fields["rank"] for fields in node.told("stopped")} == expected, number
+        assert {fields["rank"] for fields in node.told("running")} >= expected, number
+
+
 def test_two_nodes_that_hear_nothing_name_each_other(make: Callable[..., Net]) -> None:
     """Each side says that the other one, or itself, is cut off."""
     net = make(2)
@@ -162,6 +186,35 @@ def test_loss_of_one_link_accuses_nobody(make: Callable[..., Net], hub: int, lea
     other.publish("gone", rank=2 * leaf, text="rank was killed")
     net.settle()
     assert all(len(node.told("gone")) == (number != leaf) for number, node in enumerate(net.nodes))
+
+
+def test_second_hub_compares_where_the_first_does_not_hear_a_leaf(make: Callable[..., Net]) -> None:
+    """What ranks submit goes to both hubs, and that one compares which hears all; the first again once it does."""
+    net = make(4)
+    leaf = net.nodes[3].links
+
+    def leading() -> list[int]:
+        return [number for number, node in enumerate(net.nodes) if node.links.leads]
+
+    assert leading() == [0]
+    call = leaf._connections.call
+    refuse = lambda number, *at: call(number, *at) if number else "No route to host"  # noqa: E731
+    leaf._connections.call = refuse  # type: ignore[method-assign]
+    assert leaf._peers[0].link is not None
+    leaf._connections.drop(leaf._peers[0].link)
+    net.pass_time(5)
+    assert leading() == [1]
+    leaf.say("show", True, epoch=0, first=1, last=2)
+    net.nodes[1].links.say("show", False, epoch=0, first=3, last=4)
+    net.settle()
+    assert net.nodes[1].told("show") and not net.nodes[0].accused
+    assert [fields["first"] for fields in net.nodes[3].told("show")] == [3]
+    leaf._connections.call = call  # type: ignore[method-assign]
+    net.pass_time(1)
+    assert leading() == [0]
+    net.nodes[0].frozen = True
+    net.pass_time(5)
+    assert leading() == [0, 1]
 
 
 def test_outage_of_three_seconds_accuses_nobody(make: Callable[..., Net]) -> None:
