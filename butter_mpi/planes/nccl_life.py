@@ -53,7 +53,8 @@ _BARRIER_BYTES = 4
 _CLOSE_SECONDS = 2.0
 _DESTROY_WAITS = 23102
 """From this release on a destroy waits for those of the other ranks of the host, without a limit, and for no abort."""
-_FIRST_SAY = 1.0
+_FIRST_SAY, _FIRST_SAY_FAR = 1.0, 4.4
+"""Seconds that the watcher has to name a rank first; of another node it says after 4.2 s of silence."""
 
 
 class NcclLife(OnDevice, PeerPlane):
@@ -296,7 +297,8 @@ class NcclLife(OnDevice, PeerPlane):
             with self._asking:
                 self._ask_nccl()
         except NCCLError as error:
-            self._failing = self._failing or Watch(_FIRST_SAY)
+            far = self._sentinel is not None and self._sentinel.several
+            self._failing = self._failing or Watch(_FIRST_SAY_FAR if far else _FIRST_SAY)
             if self._failing.tick():
                 return CommunicatorBrokenError(f"{self.who}: after {self.last or 'the start'}: {error}")
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from butter_mpi.sentinel.relayed import MOST_BYTES, RelayedControl
 __all__ = ["PeerPlane", "Task"]
 
 _GRACE = 0.5
+_NEWS_SECONDS = 0.6
 _WORD_SECONDS = 0.3
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 _PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
@@ -411,9 +412,10 @@ class PeerPlane(Surviving):
             self._sentinel.reunion.call_elsewhere(RECONNECT)
         try:
             control = Control(self._come_together(first, watch), self._mpi)
-            data = duplicate(first.comm, self._mpi, watch, self._everybody_there)
+            look = self._since_all_came()
+            data = duplicate(first.comm, self._mpi, watch, look)
             own = struct.pack("<qq", self.sequence, max(self._pairs.values(), default=0))
-            every = control.all_gather(own, watch, "agreeing on the sequence", self._everybody_there)
+            every = control.all_gather(own, watch, "agreeing on the sequence", look)
         except Overdue as error:
             raise CollectiveTimeoutError(
                 f"{self.who}: attempt_reconnect: not every rank came within {error.elapsed:.1f} s ({error.phase}). "
@@ -474,18 +476,41 @@ class PeerPlane(Surviving):
                 "only a new job helps"
             )
 
-    def _everybody_there(self) -> None:
-        """Raise where a rank is gone for good or stopped: nobody can reconnect without it, nor without a watcher."""
+    def _since_all_came(self) -> Callable[[], None]:
+        """Return the look of the steps in which all ranks are: there is no other attempt for who gives up there.
+
+        A rank that was taken for stopped has come, and what another node says of it may be older than that; it lasts
+        where it is stopped anew.
+        """
+        stopped = {} if self._sentinel is None else self._sentinel.stopped
+        stale, fresh = set(stopped), dict[int, Watch]()
+
+        def look() -> None:
+            now = set(stopped)
+            stale.intersection_update(now)
+            for rank in fresh.keys() - now:
+                del fresh[rank]
+            for rank in now - stale:
+                fresh.setdefault(rank, Watch(_NEWS_SECONDS))
+            self._everybody_there(stale.union(rank for rank, watch in fresh.items() if not watch.tick()))
+
+        return look
+
+    def _everybody_there(self, ignored: Collection[int] = ()) -> None:
+        """Raise where a rank is gone for good or stopped: nobody can reconnect without it, nor without a watcher.
+
+        That some are stopped may be `ignored`.
+        """
         self._refuse_unwatched()
         self._control.pump()
-        if not self._control.left and not self._lost():
+        if not self._control.left and not self._lost(ignored):
             return
         # Whoever was lost is the cause, and others leave because of it: they may be heard of first.
         watch, pause = Watch(_GRACE), Pause()
-        while not self._lost() and not watch.tick():
+        while not self._lost(ignored) and not watch.tick():
             self._control.pump()
             pause()
-        lost = self._lost()
+        lost = self._lost(ignored)
         gone = sorted(lost or self._control.left)
         reasons = "; ".join(lost.values()) or farewells(self._control, gone)
         raise PeerLostError(
@@ -495,8 +520,11 @@ class PeerPlane(Surviving):
             phase="reconnect",
         )
 
-    def _lost(self) -> dict[int, str]:
+    def _lost(self, ignored: Collection[int] = ()) -> dict[int, str]:
         """Return the ranks that died or are stopped, as the watcher saw, or failed, as they said; each with why."""
-        seen = {} if self._sentinel is None else {**self._sentinel.stopped, **self._sentinel.gone}
+        seen: dict[int, str] = {}
+        if self._sentinel is not None:
+            stopped = {rank: why for rank, why in dict(self._sentinel.stopped).items() if rank not in ignored}
+            seen = {**stopped, **self._sentinel.gone}
         # What a rank said itself before its end says more.
         return {**seen, **{rank: str(body["text"]) for rank, body in self._control.gone.items()}}

@@ -572,6 +572,59 @@ comm.barrier(); comm.close(); say("done")
     assert result.rc == 0 and all(out.endswith("done\n") for out in result.rank_out), result.text
 
 
+def test_news_that_is_older_than_a_reconnect() -> None:
+    """Once every rank has come, what is said of a stop before ends nothing; one who stops then ends it, by name."""
+    program = """
+from butter_mpi.planes import peers
+real = peers.duplicate
+comm = start(start_deadline=12)
+sentinel = comm.backend._sentinel
+def reconnect(then):
+    try:
+        comm.all_reduce(np.zeros(3 + RANK))
+    except butter_mpi.CollectiveMismatchError:
+        pass
+    peers.duplicate = lambda *arguments: then(*arguments)
+    comm.attempt_reconnect(); comm.barrier()
+def late(comm, mpi, watch, look):
+    # A watcher that learns of it late takes it back a moment later.
+    if not RANK:
+        sentinel.stopped[1] = "has been stopped, it was said"
+        for _ in range(3): look()
+        del sentinel.stopped[1]
+    return real(comm, mpi, watch, look)
+reconnect(late)
+come_together = peers.PeerPlane._come_together
+def told_before(*arguments):
+    control = come_together(*arguments)
+    if not RANK:
+        sentinel.stopped[1] = "has been stopped, it was said before it came"
+    return control
+def looks_long(comm, mpi, watch, look):
+    end = time.monotonic() + 2 * peers._NEWS_SECONDS
+    while time.monotonic() < end:
+        look()
+    return real(comm, mpi, watch, look)
+peers.PeerPlane._come_together = told_before
+reconnect(looks_long)
+peers.PeerPlane._come_together = come_together
+MPI.COMM_WORLD.Barrier()
+def stops(comm, mpi, watch, look):
+    if RANK == 1:
+        say(f"fault {time.monotonic()} ."); os.kill(os.getpid(), signal.SIGSTOP)
+    return real(comm, mpi, watch, look)
+try:
+    reconnect(stops)
+except butter_mpi.PeerLostError as error:
+    raised(error)
+"""
+    with start_job(2, HEAD + program, **RECOVERY, timeout=40) as job:
+        when, text = raised(job, 0)
+        at = float(job.read(1, "out").split("fault ")[1].split()[0])
+    assert "attempt_reconnect: rank 1/2 on" in text and "for 4." in text, text
+    assert _FROZEN[0] <= when - at <= 5, (when - at, text)
+
+
 # -- after the close ---------------------------------------------------------------------------------------------------
 
 

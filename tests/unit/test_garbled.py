@@ -71,7 +71,7 @@ def read_all(readers: dict[int, Reader], older: dict[int, Reader], file: Path) -
     """Do all that a watcher does with recorders, until nothing new comes of it."""
     late, pairs, orders = Late(), Pairs(readers), Orders("dup 1")
     sent: list[tuple[str, dict[str, Any]]] = []
-    across = Across(0, 2, lambda kind, _hubs, **fields: sent.append((kind, fields)))
+    across = Across(0, range(2), lambda kind, _hubs, **fields: sent.append((kind, fields)))
     for _ in range(4):
         for found in (first_difference(readers), left_out_exchange(readers), pairs.read(readers)):
             if found:
