@@ -394,6 +394,7 @@ class Sentinel:
         # Where the one that listened is gone, its name, which everybody can read, is anybody's: it gets no secret.
         user = other_end(self._socket)[1]
         if user != os.geteuid():
+            self._socket.close()
             raise OSError(errno.EACCES, f"user {user} listens under its name, which the one that had it has given up")
         with contextlib.ExitStack() as ends:
             older = {one: fd for one in list(_OPEN) if (fd := one._show(ends)) is not None}
