@@ -19,7 +19,6 @@ RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 _AGAIN_SECONDS = 15.0
 """How long a reconnect is tried again: a network that was cut comes back step by step."""
 _ALL_BACK_SECONDS = 6.0
-_SEEN_SECONDS = 1.0
 
 
 class Recovery:
@@ -72,9 +71,6 @@ class Recovery:
         until(lambda: have_said("raised", self._left), _AGAIN_SECONDS)
         if self._fault.kind == "cut":
             until((folder() / MENDED).exists, _AGAIN_SECONDS)
-        if self._fault.kind in ("cut", "frozen"):
-            # Nothing tells a program that the watchers' links stand again, or that every watcher sees the rank run.
-            time.sleep(_SEEN_SECONDS)
         say("again")
         end = time.monotonic() + _AGAIN_SECONDS
         while True:

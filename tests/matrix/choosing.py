@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from matrix.cells import RECOVERY_PART, Cell, every_cell, fits
-from matrix.table import FAULTS, HOST, IN_FLIGHT, NCCL, NOTHING, ON_GPU, PHASES, RECONNECT
+from matrix.table import FAULTS, HOST, IN_FLIGHT, NCCL, NOTHING, ON_GPU, PHASES
 
 Pair = tuple[tuple[int, str], tuple[int, str]]
 CI_SECONDS = 178.0
@@ -105,8 +105,7 @@ def _to_be_seen(cell: Cell) -> set[str]:
 def for_ci() -> list[Cell]:
     """Return what fits: the dangerous pairs, every fault, launcher and recovery, then what covers most, as it fits."""
     cells = dangerous()
-    # A reconnect after a cut fails in one of some twenty runs, where a rank learns late that the cut is over.
-    more = [cell for cell in selection() if cell not in cells and (cell.kind, cell.recovery) != ("cut", RECONNECT)]
+    more = [cell for cell in selection() if cell not in cells]
     seen = {value for cell in cells for value in _to_be_seen(cell)}
     while left := [cell for cell in more if not _to_be_seen(cell) <= seen]:
         best = max(left, key=lambda cell: len(_to_be_seen(cell) - seen) / cost([cell]))
