@@ -275,6 +275,7 @@ class _Start(Survivors):
     def run_after_loss(self) -> Communicator:
         """Take every step; a step that is overdue is named."""
         record = self._collect()
+        self._watch.passed("collecting this rank's record")
         try:
             return self._connect(record) if self._comm.size > 1 else self._alone(record)
         except Overdue as error:

@@ -97,6 +97,7 @@ def test_every_check_passes(mpi: str, tmp_path: Path) -> None:
     waits = {name: phases.pop(name) for name in list(phases) if name not in ("mpi", "options", "communicator")}
     assert list(phases) == ["mpi", "options", "communicator"]
     assert list(waits) == [
+        "collecting this rank's record",
         "duplicating the communicator",
         "agreeing on the watchers",
         "comparing preflight digests",
