@@ -28,7 +28,7 @@ from butter_mpi.sentinel.relayed import MOST_BYTES, RelayedControl
 __all__ = ["PeerPlane", "Task"]
 
 _GRACE = 0.5
-_NEWS_SECONDS = 0.6
+_NEWS_SECONDS = 0.3
 _WORD_SECONDS = 0.3
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 _PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
