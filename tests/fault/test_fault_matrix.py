@@ -131,6 +131,13 @@ def test_judge_by_time(cell: Cell, after: float, status: str) -> None:
     assert judge(cell, [seen(cell, after)]).status == status
 
 
+def test_judge_counts_from_the_first_that_waits() -> None:
+    """The rank whose wait is over first tells one that began a moment later."""
+    one = seen(LATE, 10.002)
+    one.said[2][0] = {"what": "ready", "t": 100.005}
+    assert judge(LATE, [one]).status == PASSED
+
+
 def test_judge_takes_the_median_of_all_runs() -> None:
     """One slow poisoning among several is no fault, if the exceptions were in time."""
     runs = [seen(KILL, after) for after in (0.01, 0.02, 0.26)]

@@ -86,9 +86,10 @@ class _Judge:
 
     def _begin(self, rank: int) -> float:
         """Return the time that a rank's milliseconds count from."""
-        if self._cell.kind in ("late", "unseen"):
-            ready = self._seen.first(rank, "ready")
-            return float(ready["t"]) if ready else self._fault or 0.0
+        if self._cell.kind in ("late", "unseen") and self._seen.first(rank, "ready"):
+            # The first whose wait is over tells the others.
+            every = [self._seen.first(other, "ready") for other in range(self._cell.ranks)]
+            return min(float(ready["t"]) for ready in every if ready)
         return self._fault or 0.0
 
     def _since(self, rank: int, said: dict[str, Any] | None) -> float | None:
