@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from butter_mpi.device import Device
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
 from butter_mpi.launch import read_launch
+from butter_mpi.mpi_start import load_mpi
 from butter_mpi.policy import set_unset_policy
 from butter_mpi.selftest.console import Parser, UsageError, ask_for
 
@@ -88,7 +90,9 @@ def command_line(name: str, text: str) -> Parser:
     Parser
         To be given what is its own, and for :func:`parsed`.
     """
-    parser = Parser(prog=f"python -m butter_mpi.{name}", description=text.split("\n")[0], add_help=False)
+    parser = Parser(
+        prog=f"python -m butter_mpi.{name}", description=text.split("\n")[0], allow_abbrev=False, add_help=False
+    )
     parser.add_argument("-h", "--help", action="store_true", help="print this")
     parser.add_argument("--share-gpu", action="store_true", help="allow two ranks on one GPU")
     return parser
@@ -126,10 +130,18 @@ def parsed(
     except UsageError as error:
         if speaks:
             sys.stderr.write(f"butter_mpi.{name}: {error} (--help lists the options)\n")
+        _leave_together()
         return _USAGE
     if options.help:
         return ask_for(parser.format_help(), f"butter_mpi.{name}", 1) if speaks else 0
     return options
+
+
+def _leave_together() -> None:
+    """Start MPI, which ends on all ranks at once: Open MPI ends the others when one leaves with a status, unheard."""
+    if (read_launch(c_environment()).claimed_size or 1) > 1:
+        with contextlib.suppress(ButterError):
+            load_mpi(bootstrap.start_deadline())
 
 
 def run(name: str, options: argparse.Namespace, measure: Callable[[Communicator], None]) -> int:

@@ -281,11 +281,7 @@ class _Start(Survivors):
         except Overdue as error:
             self._lonely = True
             raise StartTimeoutError(
-                f"{self._who}: start: not every rank came to '{error.phase}' within {error.elapsed:.1f} s (start "
-                f"deadline {self._settings.start_deadline:g} s){error.where}. Look at the ranks that are missing "
-                "here, or set a longer start_deadline",
-                phase=error.phase,
-                elapsed=error.elapsed,
+                f"{self._who}: start: {self._overdue(error)}", phase=error.phase, elapsed=error.elapsed
             ) from None
         except StartError as error:
             # A rank is lost, and MPI_Finalize would wait for it.
@@ -298,6 +294,16 @@ class _Start(Survivors):
                 phase="MPI",
                 elapsed=self._watch.elapsed,
             ) from error
+
+    def _overdue(self, error: Overdue) -> str:
+        """Return what is said of a step that is overdue; once ranks could ask one another, where each of them is."""
+        bound = f"within {error.elapsed:.1f} s (start deadline {self._settings.start_deadline:g} s)"
+        longer = "or set a longer start_deadline"
+        if error.where:
+            # All ranks may be in the same step, and none of them missing.
+            look = "Look at NCCL's log there (NCCL_DEBUG=INFO)"
+            return f"'{error.phase}' has not come to its end {bound}{error.where}. {look}, {longer}"
+        return f"not every rank came to '{error.phase}' {bound}. Look at the ranks that are missing here, {longer}"
 
     def _collect(self) -> dict[str, Any]:
         world = self._mpi.COMM_WORLD

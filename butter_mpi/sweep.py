@@ -284,6 +284,17 @@ def _run(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     return {**head, "rows": rows, "without": sweep.without}
 
 
+def _write(file: Path | None, found: dict[str, Any]) -> int:
+    """Write what rank 0 has found, where a file is named; return the status of that."""
+    if file and found:
+        try:
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            sys.stderr.write(f"butter_mpi.sweep: {file} cannot be written: {error.strerror}\n")
+            return 3
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; rank 0 prints the tables.
 
@@ -295,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0; 2 for a wrong argument; 3 where there is no nccl plane.
+        0; 2 for a wrong argument; 3 where there is no nccl plane, or a file cannot be written.
     """
     parser = command_line("sweep", __doc__ or "")
     parser.add_argument("--from", dest="least", type=_size, default=8, metavar="SIZE", help="smallest size (8)")
@@ -321,14 +332,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(options, int):
         return options
 
-    def measure(comm: Communicator) -> None:
-        found = _run(comm, options)
-        if comm.rank == 0:
-            print(_table(found))
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found: dict[str, Any] = {}
 
-    return run("sweep", options, measure)
+    def measure(comm: Communicator) -> None:
+        times = _run(comm, options)
+        if comm.rank == 0:
+            found.update(times)
+            print(_table(found))
+
+    return run("sweep", options, measure) or _write(options.json, found)
 
 
 if __name__ == "__main__":

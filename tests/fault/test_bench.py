@@ -90,6 +90,7 @@ def test_wrong_result_is_no_time(name: str) -> None:
         (["--to", "2"], "4 or more"),
         (["--from", "8", "--to", "7"], "--from"),
         (["--op", "all_reduce,all"], "no operation 'all': it is all_reduce, all_gather, reduce_scatter"),
+        (["--fro", "8"], "unrecognized arguments: --fro 8"),
         (["--torch"], "--torch needs PyTorch, and it is not installed here"),
     ],
 )
@@ -99,10 +100,26 @@ def test_sizes_that_are_none(words: list[str], text: str) -> None:
     assert result.rc == 2 and text in result.rank_err[0] and "Traceback" not in result.text, result.text
 
 
-@pytest.mark.parametrize("command", [BENCH, SWEEP], ids=["bench", "sweep"])
-def test_wrong_argument_is_said_once(command: list[str]) -> None:
-    """In one line, by one rank; every rank ends with the status of wrong arguments."""
-    result = run_job(2, [*command, "--nothing"], timeout=60)
+def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """The table is there all the same; rank 0 says in one line why the file is not."""
+    words = ["--from", "8", "--to", "8", "--json", str(tmp_path / "none" / "times.json")]
+    result = run_job(2, [*SWEEP, *words], env=build().env(), timeout=60)
+    assert result.rc == 3 and result.rank_out[0].startswith("all_reduce, 2 ranks"), result.text
+    told = rf"butter_mpi\.sweep: {re.escape(words[-1])} cannot be written: No such file or directory\n"
+    assert re.fullmatch(told, result.rank_err[0]) and not result.rank_err[1], result.text
+
+
+@pytest.mark.parametrize(("command", "mpi"), [(BENCH, "mpich"), (SWEEP, "openmpi")], ids=["bench", "sweep"])
+def test_wrong_argument_is_said_once(command: list[str], mpi: str) -> None:
+    """In one line, by one rank, however late; every rank ends with the status of wrong arguments."""
+    # A rank that leaves with a status has Open MPI end all others.
+    program = f"""
+    import os, runpy, sys, time
+    time.sleep(float(os.environ["LATE"]))
+    sys.argv[1:] = ["--nothing"]
+    runpy.run_module("{command[1]}", run_name="__main__")
+    """
+    result = run_job(2, textwrap.dedent(program), mpi=mpi, env={"LATE": "0"}, rank_env={0: {"LATE": "1"}}, timeout=60)
     assert result.rc == 2 and not result.rank_err[1], result.text
     assert re.fullmatch(r"butter_mpi\.\w+: unrecognized arguments: --nothing \(.*\)\n", result.rank_err[0]), result.text
 

@@ -81,6 +81,44 @@ def test_wrong_option_is_refused_in_one_line(arguments: list[str], said: str, tm
     assert one_line(run_script([SELFTEST, *arguments], cwd=tmp_path)) == said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name the folder for what is found: ./launch/gpus FOLDER"),
+        (["a", "b"], "one folder; got 'a' and 'b'"),
+        (["a", "-n"], "no option '-n'; --help lists them"),
+        (["a", "--ranks=two"], "--ranks takes numbers with commas between them; got 'two'"),
+        (["a", "--ranks", "1"], "--ranks needs 2 or more"),
+        (["a", "--nothing", "3"], "butter_mpi.sweep: unrecognized arguments: --nothing 3 (--help lists the options)"),
+        (["a", "--to=2"], "butter_mpi.sweep: argument --to: a size is a number of bytes, 4 or more"),
+        (["a"], "the GPUs cannot be counted: no CUDA driver"),
+    ],
+)
+def test_measuring_gpus_is_refused_in_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    """What would end a job later ends launch/gpus before the first one, with a reason; no folder is left."""
+    mpi = find_mpi("openmpi")
+    env = {"PATH": f"{Path(mpi.mpirun).parent}:/usr/bin:/bin", "LD_LIBRARY_PATH": str(tmp_path)}
+    # A library that is none: also where there is a driver.
+    (tmp_path / "libcuda.so.1").write_text("")
+    line = one_line(run_script([ROOT / "launch" / "gpus", *arguments], env=env, cwd=tmp_path))
+    assert line.startswith(f"launch: {said}") and [*tmp_path.iterdir()] == [tmp_path / "libcuda.so.1"], line
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [(None, "no mpirun in PATH"), ("echo 'HYDRA build details:'", "is not Open MPI's")]
+)
+def test_measuring_gpus_needs_the_mpirun_of_open_mpi(program: str | None, said: str, tmp_path: Path) -> None:
+    """Another one would end each job at its options."""
+    for name in ("bash", "dirname", "grep", "readlink", "timeout"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    stub(tmp_path, "python", "exit 1")
+    if program:
+        stub(tmp_path, "mpirun", program)
+    command: list[str | Path] = [str(shutil.which("bash")), ROOT / "launch" / "gpus", "found"]
+    line = one_line(run_script(command, env={"PATH": str(tmp_path)}, cwd=tmp_path))
+    assert line.startswith("launch: ") and line.endswith(said), line
+
+
 def test_help_says_what_it_starts(tmp_path: Path) -> None:
     """--help shows the head of the script and starts nothing."""
     result = run_script([SELFTEST, "--help"], cwd=tmp_path)

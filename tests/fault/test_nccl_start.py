@@ -144,7 +144,8 @@ def test_deadline_names_the_step(stuck: dict[str, Job], scene: str) -> None:
     assert "StartTimeoutError" in text and f"'{step}'" in text, result.text
     # NCCL may hold the rank that is stuck inside its call, where it answers nobody.
     where = rf"((rank 1|ranks 0-1) in '{step}'|rank 1 without an answer)"
-    assert re.search(rf"deadline 5 s\): .*{where}", text), result.text
+    assert re.search(rf"'{step}' has not come to its end within .* deadline 5 s\): .*{where}", text), result.text
+    assert "missing" not in text, result.text
 
 
 def test_deadline_names_the_rank_that_is_elsewhere() -> None:
