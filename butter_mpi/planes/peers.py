@@ -203,6 +203,10 @@ class PeerPlane(Surviving):
     def _when_met(self, record: dict[str, Any], meeting: Meeting, data: Task) -> Task:
         while not meeting.met(record):
             yield False
+        # Where this rank was stopped others may have given it up, and what is begun with them would never end.
+        grace = Watch(_GRACE)
+        while self._sentinel is not None and self._sentinel.behind and not grace.tick():
+            yield False
         yield from data
 
     def _finish(self, tasks: list[Task], meeting: Meeting, record: dict[str, Any], limit: float | None) -> None:

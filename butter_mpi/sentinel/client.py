@@ -18,6 +18,7 @@ import select
 import socket
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -48,6 +49,7 @@ _FAILED = "StartError"
 _STALE = 4.0
 _STARVED = 30.0
 _LISTEN_SECONDS = 0.5
+_BEHIND_SECONDS = 2 * _LISTEN_SECONDS
 _SPAWN_SECONDS = 10.0
 _SECRET_BYTES = 16
 _MADE = itertools.count()
@@ -296,6 +298,7 @@ class Sentinel:
         # The others that have died, and those that are stopped now: each with what the watcher says of it.
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}
+        self._looked = time.monotonic()
         self.lost = False
         self.reunion = Reunion(self._send, lambda: self.lost, self._go_on_with)
         leading = leaders(offers)
@@ -493,6 +496,11 @@ class Sentinel:
             if notice is not None and self._on_notice is not None:
                 self._on_notice(notice)
 
+    @property
+    def behind(self) -> bool:
+        """Whether its words may wait to be heard: this process did not run, or its thread did not come to it."""
+        return time.monotonic() - self._looked > _BEHIND_SECONDS
+
     # -- listening ---------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
@@ -513,6 +521,8 @@ class Sentinel:
                         self._lose_watcher(f"has ended ({self._last_words()})")
                     return
                 self._hear(message)
+            else:
+                self._looked = time.monotonic()
             broken = self._broken_here()
             if broken is not None:
                 self.tell(broken)

@@ -572,6 +572,32 @@ comm.barrier(); comm.close(); say("done")
     assert result.rc == 0 and all(out.endswith("done\n") for out in result.rank_out), result.text
 
 
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_rank_that_was_given_up_begins_nothing_with_the_others(mpi: str) -> None:
+    """It hears first that it was: after the reconnect nothing is under way, and the job ends well."""
+    program = """
+comm = start(start_deadline=12); comm.barrier()
+data = np.ones(70_000)
+try:
+    if RANK == 1:
+        say("fault ."); os.kill(os.getpid(), signal.SIGSTOP)
+    comm.all_reduce(data)
+except butter_mpi.PeerLostError as error:
+    raised(error)
+MPI.COMM_WORLD.Barrier()  # at once when the stopped one runs
+comm.attempt_reconnect()
+data = np.full(3, RANK + 1)
+comm.all_reduce(data); assert data[0] == 3, data
+comm.close(); say("done")
+"""
+    with start_job(2, HEAD + program, mpi=mpi, timeout=40) as job:
+        raised(job, 0)
+        job.signal(1, signal.SIGCONT)
+        result = job.wait()
+    assert result.rc == 0 and all(out.endswith("done\n") for out in result.rank_out), result.text
+    assert "PeerLostError (1,)" in result.rank_out[1] and "MPI would wait" not in result.text, result.text
+
+
 def test_news_that_is_older_than_a_reconnect() -> None:
     """Once every rank has come, what is said of a stop before ends nothing; one who stops then ends it, by name."""
     program = """
