@@ -93,6 +93,11 @@ def left_out() -> bool:
     return Sentinel.left_out_seen or any(one.left_out for one in {*_OPEN, *_LAST})
 
 
+def survivors_left_alone() -> bool:
+    """Return whether the launcher leaves survivors alone, by what some rank has seen of it."""
+    return Sentinel.left_alone_seen
+
+
 def finalizing(over: Callable[[], bool]) -> None:
     """Tell the watcher that this rank comes to MPI_Finalize now, where it cannot hear of a rank that is lost.
 
@@ -260,6 +265,8 @@ class Sentinel:
 
     left_out_seen = False
     """Whether one of this process that has said goodbye was left out by others, or may have been."""
+    left_alone_seen = False
+    """Whether the ranks of one of this process have seen a launcher that leaves survivors alone."""
     deaths_seen = False
     """Whether one of this process has heard of the death of a rank, also of one that others went on without."""
 
@@ -308,6 +315,7 @@ class Sentinel:
         """Whether its watcher, with those that it is linked to, sees all ranks."""
         self.left_alone = next((one["left_alone"] for one in offers if one["left_alone"] is not None), None)
         """Whether the launcher leaves survivors alone, by what some rank sees of it; ``None``: no rank sees it."""
+        Sentinel.left_alone_seen |= bool(self.left_alone)
         self.nodes: list[str] = [one["node"] for one in offers]
         """The node of each rank, by the newest agreement."""
         here = {number: one["pid"] for number, one in enumerate(offers) if one["node"] == offers[rank]["node"]}
