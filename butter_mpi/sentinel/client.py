@@ -303,6 +303,8 @@ class Sentinel:
         # The others that have died, and those that are stopped now: each with what the watcher says of it.
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}
+        # Those that were stopped when the others agreed to go on without them, by their numbers before.
+        self.left_stopped: dict[int, str] = {}
         self.lost = False
         self.reunion = Reunion(self._send, lambda: self.lost, self._go_on_with)
         leading = leaders(offers)
@@ -674,6 +676,7 @@ class Sentinel:
             self.nodes = [self.nodes[rank] for rank in ranks]
             self._who = self._descent.who(self._rank, socket.gethostname())
             self.gone.clear()
+            self.left_stopped = self.left_stopped or dict(self.stopped)
             self.stopped.clear()
 
     def lost_another(self, seconds: float) -> bool:

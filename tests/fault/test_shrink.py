@@ -273,6 +273,23 @@ new = comm.shrink()
 assert total(new) == 3 and "shrink 1 " in repr(new), new
 new.close()
 """
+CLOSED_HOST = """
+from helpers.standin_rank import until
+comm = start(seconds=2)
+if RANK == 0:
+    comm.close()
+    open("closed", "w").close()
+    assert until(lambda: os.path.exists("named"), 20)
+    sys.exit()
+if RANK == 1:
+    assert until(lambda: os.path.exists("closed"))
+    die()
+lost(comm)
+error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
+assert error.lost_ranks == (0,) and "rank 0 closed its communicator after no operation; MPI waits" in str(error), error
+open("named", "w").close()
+say("named")
+"""
 OTHER_CALL_HOST = """
 comm = start()
 raised(comm.barrier if RANK else lambda: total(comm), butter_mpi.CollectiveMismatchError)
@@ -288,6 +305,15 @@ say("done")
 
 # Its own detector is off, so MPI waits for a rank that is stopped.
 STOPPED_HOST = """
+from butter_mpi.sentinel.client import Sentinel
+from helpers.standin_rank import until
+hear = Sentinel._hear
+def late(self, message):
+    # The verdict is heard before.
+    time.sleep(0.3 if message["kind"] == "stopped" else 0)
+    hear(self, message)
+if RANK == 0:
+    Sentinel._hear = late
 comm = start()
 if RANK == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -296,6 +322,9 @@ began = time.monotonic()
 error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
 assert time.monotonic() - began < 5 and error.lost_ranks == (1,) and "--mca mpi_ft_detector true" in str(error), error
 say("named")
+# The first that ends, ends the job.
+open(f"named {RANK}", "w").close()
+assert until(lambda: all(os.path.exists(f"named {rank}") for rank in (0, 2)))
 """
 
 # Each rank takes itself for alone on its node, and the watchers of nodes are not linked.
@@ -403,6 +432,7 @@ def jobs() -> Iterator[dict[str, Job]]:
         "other call over mpi": (2, OTHER_CALL_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "stopped": (4, STOPPED, watched),
         "stopped host": (3, STOPPED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
+        "closed host": (3, CLOSED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "nodes": (3, NODES, {"env": nccl, **ULFM}),
         "nodes refused": (2, NODES_REFUSED, watched),
         "refused": (2, REFUSED, {"env": {**nccl, "WHY": f"mpirun of Open MPI {ENDS}"}, "mpi": "openmpi"}),
@@ -483,8 +513,10 @@ def test_ranks_that_do_not_come(name: str, survivors: list[int], jobs: dict[str,
         assert "it ends alone, by SIGTERM" in err, result.text
 
 
-def test_a_stopped_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> None:
-    """Over MPI a rank that is stopped keeps the others from going on; they are told so within seconds."""
+def test_a_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> None:
+    """Over MPI one that is stopped keeps the others from going on, which they are told in seconds; or has closed."""
+    closed = jobs["closed host"].wait()
+    assert "named\n" in closed.rank_out[2] and "it ends alone" in closed.rank_err[0], closed.text
     result = jobs["stopped host"].wait()
     assert all("named\n" in result.rank_out[rank] for rank in (0, 2)), result.text
 
