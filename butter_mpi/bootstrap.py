@@ -365,17 +365,24 @@ class _Start(Survivors):
         """Start without MPI: what ranks tell one another goes through watchers of their own."""
         sentinel = self._sentinel(gather)
         assert sentinel is not None
+        control = RelayedControl(sentinel)
         try:
             sentinel.wait_until_ready(self._watch)
-            report = self._compared(RelayedControl(sentinel), record, sentinel.look_at_start)
-            return self._relayed(sentinel, report, record)
+            report = self._compared(control, record, sentinel.look_at_start)
+            return self._relayed(sentinel, control, report, record)
         except BaseException as error:
             self._leave(sentinel, error)
+            control.retire()
             raise
 
-    def _relayed(self, sentinel: Sentinel, report: preflight.PreflightReport, record: dict[str, Any]) -> Communicator:
-        """Make the communicator of ranks that talk through their watchers, once these stand."""
-        plane = self._started((RelayedControl(sentinel), None, None), record, self._peer_options(sentinel))
+    def _relayed(
+        self, sentinel: Sentinel, control: RelayedControl, report: preflight.PreflightReport, record: dict[str, Any]
+    ) -> Communicator:
+        """Make the communicator of ranks that talk through their watchers, once these stand.
+
+        By the control plane that has compared ranks: it may have taken what others have sent since.
+        """
+        plane = self._started((control, None, None), record, self._peer_options(sentinel))
         plane.listen_to_watcher()
         return self._made(plane, report, record)
 
@@ -408,7 +415,7 @@ class _Start(Survivors):
             if sentinel is not None and self._without_mpi(report.plane, sentinel):
                 control.free()
                 sentinel.wait_until_ready(self._watch)
-                return self._relayed(sentinel, report, record)
+                return self._relayed(sentinel, RelayedControl(sentinel), report, record)
             data = duplicate(self._comm, self._mpi, self._watch, look)
             reserve = duplicate(self._comm, self._mpi, self._watch, look)
         except (PreflightError, NotSupportedError):

@@ -134,7 +134,8 @@ class Ending:
             return
         unsafe = True
         try:
-            unsafe = self._goodbye(how)
+            # MPI would wait for those that went on without this rank.
+            unsafe = self._goodbye(how) or client.left_out()
             for what in [] if unsafe else self._under_way():
                 unsafe = True
                 say(f"{what}; the job is ended")
@@ -220,7 +221,7 @@ class Ending:
         if client.left_out():
             _end_alone()
         died = client.deaths_seen() or Control.lost_ranks_seen
-        if died and leaves_survivors(c_environment(), started_by()):
+        if died and (client.survivors_left_alone() or leaves_survivors(c_environment(), started_by())):
             # Where its last ranks call MPI_Abort, this launcher can end with 0, or not at all.
             os._exit(status)
         with contextlib.suppress(Exception):

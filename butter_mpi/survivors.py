@@ -219,10 +219,11 @@ class Survivors:
         family, descent, stopped = None, self._descent, dict[int, str]()
         if sentinel is not None and sentinel.sees_all:
             # MPI waits for each that lives, and cannot be asked for whom: first the watchers see that all have come.
-            stopped = dict(sentinel.stopped)
             answer = sentinel.reunion.gather(SHRINK, plane.sequence, plane.largest_pair, plane.start_deadline)
             if answer["kind"] == "refused":
                 raise plane.refused(SHRINK, answer)
+            # What was heard before that: the verdict comes first, and then that the rank is stopped still.
+            stopped = sentinel.left_stopped
         while True:
             family, ranks = plane.survivors(family, stopped)
             descent = descent.shrunk(ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from butter_mpi.control import Control, Overdue, Ticket, Watch, wait
 from butter_mpi.detached import Detached
 from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError
 from butter_mpi.planes.base import Plane
+from butter_mpi.planes.waiting import farewells
 from butter_mpi.sentinel.client import Sentinel
 from butter_mpi.sentinel.gathering import RECONNECT, SHRINK
 from butter_mpi.sentinel.relayed import RelayedControl
@@ -102,15 +103,17 @@ class Surviving(Plane):
         """Return the ranks that are stopped; those that the watchers left out are none to them any more."""
         return {**before} or ({} if self._sentinel is None else dict(self._sentinel.stopped))
 
-    @property
-    def _awaited(self) -> str:
+    def _awaited(self, closed: Sequence[int]) -> str:
+        if closed:
+            return f"{farewells(self._control, closed)}; MPI waits for each rank that lives"
         return _CAME if self._sentinel is not None and self._sentinel.sees_all else _TOGETHER
 
     def _hangs(self, seconds: float, stopped: Mapping[int, str]) -> CollectiveTimeoutError:
-        why = f"{'; '.join(stopped.values())}. {_DETECTOR}" if stopped else self._awaited
+        closed = () if stopped else sorted(self._control.left)
+        why = f"{'; '.join(stopped.values())}. {_DETECTOR}" if stopped else self._awaited(closed)
         return CollectiveTimeoutError(
             f"{self.who}: shrink: MPI_Comm_shrink has not come back within {seconds:.1f} s: {why}",
-            lost_ranks=tuple(stopped),
+            lost_ranks=tuple(stopped or closed),
             operation=SHRINK,
             phase="reconnect",
             elapsed=seconds,

@@ -95,6 +95,11 @@ def left_out() -> bool:
     return Sentinel.left_out_seen or any(one.left_out for one in {*_OPEN, *_LAST})
 
 
+def survivors_left_alone() -> bool:
+    """Return whether the launcher leaves survivors alone, by what some rank has seen of it."""
+    return Sentinel.left_alone_seen
+
+
 def finalizing(over: Callable[[], bool]) -> None:
     """Tell the watcher that this rank comes to MPI_Finalize now, where it cannot hear of a rank that is lost.
 
@@ -262,6 +267,8 @@ class Sentinel:
 
     left_out_seen = False
     """Whether one of this process that has said goodbye was left out by others, or may have been."""
+    left_alone_seen = False
+    """Whether the ranks of one of this process have seen a launcher that leaves survivors alone."""
     deaths_seen = False
     """Whether one of this process has heard of the death of a rank, also of one that others went on without."""
 
@@ -299,6 +306,8 @@ class Sentinel:
         self.gone: dict[int, str] = {}
         self.stopped: dict[int, str] = {}
         self._looked = time.monotonic()
+        # Those that were stopped when the others agreed to go on without them, by their numbers before.
+        self.left_stopped: dict[int, str] = {}
         self.lost = False
         self.reunion = Reunion(self._send, lambda: self.lost, self._go_on_with)
         leading = leaders(offers)
@@ -311,6 +320,7 @@ class Sentinel:
         """Whether its watcher, with those that it is linked to, sees all ranks."""
         self.left_alone = next((one["left_alone"] for one in offers if one["left_alone"] is not None), None)
         """Whether the launcher leaves survivors alone, by what some rank sees of it; ``None``: no rank sees it."""
+        Sentinel.left_alone_seen |= bool(self.left_alone)
         self.nodes: list[str] = [one["node"] for one in offers]
         """The node of each rank, by the newest agreement."""
         here = {number: one["pid"] for number, one in enumerate(offers) if one["node"] == offers[rank]["node"]}
@@ -676,6 +686,7 @@ class Sentinel:
             self.nodes = [self.nodes[rank] for rank in ranks]
             self._who = self._descent.who(self._rank, socket.gethostname())
             self.gone.clear()
+            self.left_stopped = self.left_stopped or dict(self.stopped)
             self.stopped.clear()
 
     def lost_another(self, seconds: float) -> bool:

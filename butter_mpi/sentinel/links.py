@@ -334,6 +334,9 @@ class Links:
         if kind not in ("cut", "back"):
             self._hear(kind, fields)
         elif fields["node"] != self._me:
+            if kind == "cut" and self._me >= HUBS and not self._over:
+                # Where no rank of that hub takes part any more, it has no verdict for those that do.
+                self._accuse(self._nodes[fields["node"]][1], fields["text"], "")
             self._tell_of_node(kind, fields["node"], fields.get("text", ""))
 
     def _knows_better(self, origin: int, number: int) -> bool:
@@ -440,6 +443,7 @@ class Links:
             self._look_after(peer, passed)
         if not self._over:
             self._fail()
+        if not self._leaving:
             self._judge()
 
     def _beat(self, passed: float, own: dict[str, bool]) -> None:
@@ -479,7 +483,10 @@ class Links:
         return False
 
     def _judge(self) -> None:
-        """Accuse the nodes that nobody hears any more, and with them those that are silent nearly as long."""
+        """Accuse the nodes that nobody hears any more, and with them those that are silent nearly as long.
+
+        A hub whose ranks are over only tells it: who has no link to the other one hears of that through here.
+        """
         silent = [peer for peer in self._peers.values() if peer.met and not (peer.over or peer.cut)]
         silent = [peer for peer in silent if peer.silence >= _TOGETHER]
         if not any(peer.deaf for peer in silent):
@@ -495,8 +502,9 @@ class Links:
         text += " or gone, or its watcher is"
         if not any(peer.heard for peer in self._peers.values()):
             text += f"; or this host, {self._nodes[self._me][0]}, is cut off"
-        # First: of many nodes, all the rest is much to say.
-        self._accuse([rank for number in numbers for rank in self._nodes[number][1]], text, "")
+        if not self._over:
+            # First: of many nodes, all the rest is much to say.
+            self._accuse([rank for number in numbers for rank in self._nodes[number][1]], text, "")
         for peer in silent:
             peer.cut = True
         for number in numbers:

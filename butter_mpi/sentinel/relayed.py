@@ -117,8 +117,8 @@ class RelayedControl(Control):
         return self._sentinel.left or super().everyone_left
 
     def settled(self) -> bool:
-        """Whether every peer has said its last word, and this rank's are sent; or ranks have agreed anew since."""
-        if self._sentinel.reunion.generation != self._generation:
+        """Whether every peer has said its last word, and this rank's are sent; or none can come or be sent any more."""
+        if self._sentinel.left or self._sentinel.reunion.generation != self._generation:
             return True
         return super().settled() and not self._unsent
 

@@ -103,6 +103,7 @@ class Watcher:
         # Those that others went on without, and that live.
         self._left_out: list[Rank] = []
         self._far_missed = 0.0
+        self._said_last = False
         self._links = Links(config["links"], self._hear_far, self._accuse_far)
         me, nodes = config["links"]["me"], config["links"]["nodes"]
         self._elsewhere = Elsewhere(self._links, nodes, len(self._descent.ranks), me)
@@ -157,6 +158,13 @@ class Watcher:
         living = [*self._living, *(rank for rank in self._left_out if rank.lives)]
         if living and (self._start_left > 0 or any(rank.joined for rank in living)):
             return False
+        if not self._said_last:
+            self._said_last = True
+            # Who closed and said goodbye at once was not looked at since: other nodes would wait for it.
+            self._relay.look(_TICK)
+            self._across_due = 0.0
+            if self._compared:
+                self._judge_across(0.0, False)
         return self._links.finish()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -455,16 +463,22 @@ class Watcher:
         awake = any(state == "alive" for state in states.values())
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
         self._judge_stopped(living, states, passed if awake or self._links.awake else 0.0)
-        together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
-        if together and self._complete and self._epoch not in self._notices:
+        if self._compared:
             if awake:
                 self._judge_submissions(passed)
                 self._judge_orders()
             self._judge_across(passed, awake)
         waiting = self._waiting
         self._free_waiting(waiting, passed)
+        self._free_left_out()
         self._links.tick(passed, awake, bool(waiting))
         self._relay.look(passed)
+
+    @property
+    def _compared(self) -> bool:
+        """Whether what ranks submit can be compared: all are there, in one epoch, of which nothing broke."""
+        together = len({rank.epoch for rank in self._ranks.values() if not rank.gone}) == 1
+        return together and self._complete and self._epoch not in self._notices
 
     def _judge_stopped(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
         for rank in living:
@@ -527,6 +541,20 @@ class Watcher:
                 None,
             )
         for rank in waiting if lost else []:
+            unlink_mapped(rank.pid)
+            rank.finish()
+
+    def _free_left_out(self) -> None:
+        """End ranks in MPI_Finalize that others went on without: those do not come there."""
+        for rank in self._left_out:
+            if not rank.lives or not rank.leaving:
+                continue
+            if not rank.freed:
+                self._cry(
+                    f"butter_mpi: the watcher: process {rank.pid}, which others went on without, cannot come out of "
+                    "MPI_Finalize any more: ended here, by SIGALRM or SIGKILL\n",
+                    None,
+                )
             unlink_mapped(rank.pid)
             rank.finish()
 
@@ -647,7 +675,8 @@ class Watcher:
         rank.reader.floor, rank.reader.pairs_floor, rank.epoch = sequence, pairs, epoch
         for other in self._ranks.values():
             if other.death is not None:
-                self._judge(other.death, epoch)
+                # Told by its number before, where it died while the others agreed.
+                self._judge(replace(other.death, lost=(other.number,)), epoch)
         for number, text in self._elsewhere.of("gone").items():
             self._judge(Verdict("PeerLostError", (number,), text), epoch)
 

@@ -33,6 +33,16 @@ big = "x" * 300_000 + str(RANK)
 assert new.all_gather_json(big) == ["x" * 300_000 + str(rank) for rank in (0, 1, 2, 4, 5)]
 child, part = new.dup(), new.split(0 if HOST == "host2" else 1)
 assert total(child) == 15 and total(part) == (1 if HOST == "host2" else 10)
+# One that is alone on its host closes, and its watcher ends: the others hear that, and go on without it.
+early = new.split(None if RANK == 5 else 0)
+if RANK == 4:
+    early.close()
+elif early is not None:
+    early.barrier()
+    raised(lambda: early.wait_for_async_error(10), butter_mpi.PeerLostError)
+    early = early.shrink()
+    assert total(early) == 6
+    early.close()
 plan = child.plan_barrier(stream=child.backend.stream)
 plan()
 # Of ranks on several hosts: compared, and made healthy again.

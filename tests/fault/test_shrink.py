@@ -48,11 +48,25 @@ assert part.rank == [1, None, 0, 0][RANK] and total(part) == [3, None, 1, 3][RAN
 child.barrier() if RANK else total(child)
 raised(lambda: child.wait_for_async_error(10), butter_mpi.CollectiveMismatchError)
 child.attempt_reconnect()
+# One that takes late what others have sent meanwhile.
+from butter_mpi import control
+from butter_mpi.sentinel.relayed import RelayedControl
+gather = RelayedControl.all_gather
+def late(self, payload, watch, phase, look):
+    return gather(self, payload, watch, phase, lambda: time.sleep(0.3) or look())
+RelayedControl.all_gather = late if RANK == 2 else gather
 grandchild = child.dup()
+RelayedControl.all_gather = gather
 x = memory(grandchild).put(np.zeros(8))
 plan = grandchild.plan_barrier(stream=grandchild.backend.stream)
 plan()
 grandchild.close()
+# What was closed is not kept.
+counts = []
+for _ in range(2):
+    child.dup().close()
+    counts.append(len(control._LISTENING))
+assert counts[0] == counts[1], counts
 assert total(child) == 6 and total(new) == 6
 if RANK == 2:
     die()
@@ -178,8 +192,13 @@ say("done")
 
 # Rank 1 is stopped, and runs again once the others have gone on without it.
 STOPPED = """
+from helpers.standin_rank import until
 comm = start()
 pids = comm.all_gather_json(os.getpid())
+if RANK == 3:
+    comm.close()
+    assert until(lambda: os.path.exists("over"), 20)
+    sys.exit()
 if RANK == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
     lost(comm)
@@ -195,6 +214,11 @@ if RANK == 0:
     assert select.select([process], [], [], 10)[0]
 new.all_gather_json("it is gone")
 assert total(new) == 3
+if RANK == 0:
+    process = os.pidfd_open(pids[3])
+    open("over", "w").close()
+    assert select.select([process], [], [], 10)[0]
+new.all_gather_json("so is the one that had closed before")
 new.close()
 """
 
@@ -254,6 +278,23 @@ new = comm.shrink()
 assert total(new) == 3 and "shrink 1 " in repr(new), new
 new.close()
 """
+CLOSED_HOST = """
+from helpers.standin_rank import until
+comm = start(seconds=2)
+if RANK == 0:
+    comm.close()
+    open("closed", "w").close()
+    assert until(lambda: os.path.exists("named"), 20)
+    sys.exit()
+if RANK == 1:
+    assert until(lambda: os.path.exists("closed"))
+    die()
+lost(comm)
+error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
+assert error.lost_ranks == (0,) and "rank 0 closed its communicator after no operation; MPI waits" in str(error), error
+open("named", "w").close()
+say("named")
+"""
 OTHER_CALL_HOST = """
 comm = start()
 raised(comm.barrier if RANK else lambda: total(comm), butter_mpi.CollectiveMismatchError)
@@ -269,6 +310,15 @@ say("done")
 
 # Its own detector is off, so MPI waits for a rank that is stopped.
 STOPPED_HOST = """
+from butter_mpi.sentinel.client import Sentinel
+from helpers.standin_rank import until
+hear = Sentinel._hear
+def late(self, message):
+    # The verdict is heard before.
+    time.sleep(0.3 if message["kind"] == "stopped" else 0)
+    hear(self, message)
+if RANK == 0:
+    Sentinel._hear = late
 comm = start()
 if RANK == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -277,6 +327,9 @@ began = time.monotonic()
 error = raised(comm.shrink, butter_mpi.CollectiveTimeoutError)
 assert time.monotonic() - began < 5 and error.lost_ranks == (1,) and "--mca mpi_ft_detector true" in str(error), error
 say("named")
+# The first that ends, ends the job.
+open(f"named {RANK}", "w").close()
+assert until(lambda: all(os.path.exists(f"named {rank}") for rank in (0, 2)))
 """
 
 # Each rank takes itself for alone on its node, and the watchers of nodes are not linked.
@@ -322,6 +375,18 @@ STATUSES = {
     "MPI.Finalize()": 0,
     "try: return 1 // 0\n    finally: MPI.Finalize()": 1,
 }
+
+# On another host than the launcher's, which one rank sees.
+UNSEEN = """
+from butter_mpi import recovery
+if RANK:
+    recovery._command_lines = lambda: iter(())
+comm = start()
+total(comm)
+if RANK == 0:
+    die()
+raise lost(comm)
+"""
 
 # The last one that is left has lost another, and leaves what broke open.
 LOST_ALL = """
@@ -370,8 +435,9 @@ def jobs() -> Iterator[dict[str, Job]]:
         "other call": (2, OTHER_CALL, watched),
         "not called over mpi": (3, NOT_CALLED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "other call over mpi": (2, OTHER_CALL_HOST, {"env": {"PLANE": "host"}, **ULFM}),
-        "stopped": (3, STOPPED, watched),
+        "stopped": (4, STOPPED, watched),
         "stopped host": (3, STOPPED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
+        "closed host": (3, CLOSED_HOST, {"env": {"PLANE": "host"}, **ULFM}),
         "nodes": (3, NODES, {"env": nccl, **ULFM}),
         "nodes refused": (2, NODES_REFUSED, watched),
         "refused": (2, REFUSED, {"env": {**nccl, "WHY": f"mpirun of Open MPI {ENDS}"}, "mpi": "openmpi"}),
@@ -409,12 +475,14 @@ def test_status_of_whoever_is_left() -> None:
     how = on_standins()
     with contextlib.ExitStack() as stack:
         last = stack.enter_context(start_job(3, HEAD + LOST_ALL, timeout=50, **how))
+        unseen = stack.enter_context(start_job(2, HEAD + UNSEEN, timeout=50, **how))
         ends = {end: stack.enter_context(start_job(2, HEAD + LEFT % end, timeout=50, **how)) for end in STATUSES}
         found = {end: job.wait() for end, job in ends.items()}
         assert {end: result.rc for end, result in found.items()} == STATUSES, found
         assert "use sys.exit(status)" in found["raise SystemExit(3)"].rank_err[0], found
         result = last.wait()
         assert result.rc == 1 and "that nobody closed" in result.rank_err[0], result.text
+        assert unseen.wait().rc == 1
 
 
 def test_survivors_go_on_over_mpi() -> None:
@@ -440,14 +508,20 @@ def test_nodes_go_on_over_mpi(jobs: dict[str, Job]) -> None:
     ("name", "survivors"), [("not called", [0, 1]), ("not called over mpi", [0, 1]), ("stopped", [0, 2])]
 )
 def test_ranks_that_do_not_come(name: str, survivors: list[int], jobs: dict[str, Job]) -> None:
-    """A rank that lives is waited for, and named at the deadline; one that is stopped is left out, and harms nobody."""
+    """A rank that lives is waited for, and named at the deadline; one that is stopped or has closed is left out.
+
+    Such a one harms nobody, and does not wait in MPI_Finalize for those that went on without it.
+    """
     result = jobs[name].wait()
     assert all(result.rank_out[rank].endswith("leaves with 0\n") for rank in survivors), result.text
-    assert name != "stopped" or "it ends alone, by SIGTERM" in result.rank_err[1], result.text
+    for err in (result.rank_err[1], result.rank_err[3]) if name == "stopped" else ():
+        assert "it ends alone, by SIGTERM" in err, result.text
 
 
-def test_a_stopped_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> None:
-    """Over MPI a rank that is stopped keeps the others from going on; they are told so within seconds."""
+def test_a_rank_that_mpi_waits_for_is_named(jobs: dict[str, Job]) -> None:
+    """Over MPI one that is stopped keeps the others from going on, which they are told in seconds; or has closed."""
+    closed = jobs["closed host"].wait()
+    assert "named\n" in closed.rank_out[2] and "it ends alone" in closed.rank_err[0], closed.text
     result = jobs["stopped host"].wait()
     assert all("named\n" in result.rank_out[rank] for rank in (0, 2)), result.text
 

@@ -97,6 +97,21 @@ def test_lost_node_is_named_by_every_other(make: Callable[..., Net], number: int
     assert all(len(node.told("gone")) == 1 for node in others[1:])
 
 
+@pytest.mark.parametrize(("hub", "other"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("over", [True, False])
+def test_loss_of_a_hub_is_judged_where_the_other_one_has_no_rank_any_more(
+    make: Callable[..., Net], hub: int, other: int, over: bool
+) -> None:
+    """That one's watcher stays, and tells it; those whose ranks went on without it have the verdict themselves."""
+    net = make(4)
+    assert not over or not net.finish(other)
+    net.nodes[hub].frozen = True
+    net.pass_time(5)
+    assert bool(net.nodes[other].accused) != over
+    for node in net.nodes[2:]:
+        assert [ranks for ranks, _, _ in node.accused] == [[2 * hub, 2 * hub + 1]], node.accused
+
+
 def test_frozen_node_that_comes_back_is_no_more_stopped(make: Callable[..., Net]) -> None:
     """Everyone hears that it can be reached again; and it hears what it missed."""
     net = make(3)

@@ -70,7 +70,13 @@ class Node:
     """
 
     def __init__(
-        self, *ranks: int, start: float = 30, own: Sequence[int] = (), file: str = "", recorder_file: str = ""
+        self,
+        *ranks: int,
+        start: float = 30,
+        own: Sequence[int] = (),
+        file: str = "",
+        recorder_file: str = "",
+        size: int = 8,
     ) -> None:
         self.mark = uuid.uuid4().hex
         offer = Offer("on", 10)
@@ -83,7 +89,7 @@ class Node:
             "ranks": pids,
             "who": {rank: f"rank {rank}/8 on n01" for rank in ranks},
             "name": "dup 1",
-            "descent": {"name": "dup 1", "origin": "init", "size": 8, "ranks": list(range(8))},
+            "descent": {"name": "dup 1", "origin": "init", "size": 8, "ranks": list(range(size))},
             "host": "n01",
             "start": start,
             "frozen": True,
@@ -584,6 +590,23 @@ def test_ranks_in_finalize_are_ended_with_the_verdict(node: Callable[..., Node],
     verdict, ended = err.splitlines()
     assert "rank 1/8 on n01" in verdict and text in verdict, err
     assert "ranks 0, 2 cannot come out of MPI_Finalize any more, as rank 1 will not" in ended, err
+
+
+def test_rank_in_finalize_that_others_went_on_without_is_ended(node: Callable[..., Node]) -> None:
+    """Also where they did so before it had waited for long; the others are told nothing of its end."""
+    one = node(0, 1, 2, size=3)
+    fakes = ranks(one)
+    said(fakes[0], "closed", "leaving")
+    fakes[1].kill()
+    assert heard(fakes[2])["kind"] == "notice"
+    come = {"what": "shrink", "sequence": 1, "pairs": 0, "limit": 9.0}
+    told(fakes[2], f"messages.send(sock, 'come', **{come})")
+    assert heard(fakes[2])["spans"] == [[2, 2]]
+    assert fakes[0].wait(_LONG) == -signal.SIGALRM
+    told(fakes[2], "messages.send(sock, 'bye')")
+    assert heard(fakes[2]) == {} and one.ended(_LONG)
+    err = fakes[2].communicate()[1]
+    assert f"process {fakes[0].pid}, which others went on without, cannot come out of MPI_Finalize" in err, err
 
 
 def test_stopped_after_its_close_while_nobody_waits(node: Callable[..., Node]) -> None:
