@@ -53,7 +53,7 @@ _BARRIER_BYTES = 4
 _CLOSE_SECONDS = 2.0
 _DESTROY_WAITS = 23102
 """From this release on a destroy waits for those of the other ranks of the host, without a limit, and for no abort."""
-_FIRST_SAY, _FIRST_SAY_FAR = 1.0, 4.4
+_FIRST_SAY, _FIRST_SAY_FAR = 1.0, 4.3
 """Seconds that the watcher has to name a rank first; of another node it says after 4.2 s of silence."""
 
 
@@ -297,7 +297,7 @@ class NcclLife(OnDevice, PeerPlane):
             with self._asking:
                 self._ask_nccl()
         except NCCLError as error:
-            far = self._sentinel is not None and self._sentinel.several
+            far = self._sentinel is not None and self._sentinel.several and len(set(self._sentinel.nodes)) > 1
             self._failing = self._failing or Watch(_FIRST_SAY_FAR if far else _FIRST_SAY)
             if self._failing.tick():
                 return CommunicatorBrokenError(f"{self.who}: after {self.last or 'the start'}: {error}")

@@ -204,8 +204,11 @@ class PeerPlane(Surviving):
         while not meeting.met(record):
             yield False
         # Where this rank was stopped others may have given it up, and what is begun with them would never end.
-        grace = Watch(_GRACE)
-        while self._sentinel is not None and self._sentinel.behind and not grace.tick():
+        if self._sentinel is not None and self._sentinel.behind:
+            grace = Watch(_GRACE)
+            while self._sentinel.behind and not grace.tick():
+                yield False
+            # What has been heard by now ends this.
             yield False
         yield from data
 
@@ -438,6 +441,7 @@ class PeerPlane(Surviving):
         self.family = data
         self.go_on_from(max(sequence for sequence, _ in numbers), max(pair for _, pair in numbers))
         if self._sentinel is not None:
+            self._sentinel.all_came()
             self._sentinel.resume(self.sequence, self._pairs_from)
 
     def _first_step(self) -> Duplicate:

@@ -139,6 +139,7 @@ class Surviving(Plane):
         self._control.abandon()
         self._control = RelayedControl(self._sentinel)
         self.go_on_from(answer["sequence"], answer["pairs"])
+        self._sentinel.all_came()
         self._sentinel.resume(self.sequence, self._pairs_from)
 
     def refused(self, what: str, answer: Mapping[str, Any]) -> CommunicatorBrokenError:

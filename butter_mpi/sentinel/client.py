@@ -524,15 +524,17 @@ class Sentinel:
         poll, stale, beat = select.poll(), Watch(_STALE), 0
         poll.register(self._socket, select.POLLIN)
         while not self._left:
-            if poll.poll(_LISTEN_SECONDS * 1000):
+            said = poll.poll(0)
+            if not said:
+                self._looked = time.monotonic()
+                said = poll.poll(_LISTEN_SECONDS * 1000)
+            if said:
                 message = messages.receive(self._socket)
                 if message is None:
                     if not self._left:
                         self._lose_watcher(f"has ended ({self._last_words()})")
                     return
                 self._hear(message)
-            else:
-                self._looked = time.monotonic()
             broken = self._broken_here()
             if broken is not None:
                 self.tell(broken)
@@ -644,12 +646,14 @@ class Sentinel:
         """
         self.tell(Verdict("PeerLostError" if lost else _FAILED, (self._rank,), text, phase="start").notice())
 
+    def all_came(self) -> None:
+        """Forget who was stopped before a reconnect; who is from now on is told as what breaks the next epoch."""
+        self.stopped.clear()
+
     def resume(self, sequence: int, pairs: int) -> None:
         """Go on after a failure that all ranks survived, from the numbers that they agreed on."""
         with self._lock:
             self._epoch += 1
-        # Every rank has come: who is stopped from now on is told as what breaks this epoch.
-        self.stopped.clear()
         self.recorder.begin_at(sequence)
         self._floors = sequence, pairs
         messages.send(self._socket, "resume", sequence=sequence, pairs=pairs, epoch=self._epoch)

@@ -63,6 +63,7 @@ def test_stop_that_is_over_ends_no_start(sentinel: Sentinel) -> None:
 
 def test_stop_before_a_reconnect_ends_nothing_after_it(sentinel: Sentinel) -> None:
     """Every rank came to the reconnect, whether the watcher has seen that or not; what it says late is harmless."""
+    sentinel.all_came()
     sentinel.resume(1, 0)
     sentinel.look_at_start()
     sentinel._hear({"kind": "running", "rank": 2})
