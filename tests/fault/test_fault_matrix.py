@@ -183,6 +183,17 @@ def test_judge_by_what_was_seen(cell: Cell, change: Callable[[Seen], object], st
     assert outcome.status == status and why in "\n".join(outcome.why), outcome
 
 
+def test_judge_takes_whom_the_watcher_saw_first() -> None:
+    """Of ranks that are killed at one time either may be named."""
+    cell = Cell("kill-others", "python", "nccl", "openmpi-recovery", recovery="shrink")
+    one = seen_back(cell, 0.1)
+    text = "rank 2/3 on n (process 8) was killed by SIGKILL"
+    one.err, one.verdicts[:] = f"butter_mpi: {text}\n", [{"text": text}]
+    assert judge(cell, [one]).status == PASSED, judge(cell, [one])
+    one.verdicts.clear()
+    assert "no verdict in the file" in judge(cell, [one]).why
+
+
 def test_judge_without_survivors_needs_the_verdict() -> None:
     """Where the launcher was first and nothing names the rank, the cell is wrong."""
     one = seen(KILL)

@@ -14,7 +14,7 @@ from helpers.recovery import waits
 from matrix.cells import Cell
 from matrix.expected import ENDED_WITHIN, LATE_AT, WARNED_AT, back_within, bound, errors
 from matrix.running import Seen
-from matrix.table import ENDING, FAULTS, HOST, NOTHING, RANKS, RECONNECT, START, STRICT, VICTIM
+from matrix.table import ENDING, FAULTS, HOST, NOTHING, RANKS, RECONNECT, START, STRICT, VICTIM, struck
 
 PASSED, OVER, WRONG, NONE, NOT_RUN = "passed", "over its bound", "wrong", "no survivors", "not run"
 MEASURED = ("poisoned", "returned", "raised", "ended", "back")
@@ -22,7 +22,6 @@ _WORST_FIRST = (WRONG, OVER, NOT_RUN, NONE, PASSED)
 # 14: Open MPI itself, where a rank has lost a connection to another host.
 _BY_LAUNCHER = re.compile(r"was killed by SIG(KILL|TERM)|ended with exit status (137|143|14)\b")
 _SITE = re.compile(r"scene\.py:\d+")
-_NAMED = re.compile(rf"\branks? {VICTIM}\b")
 _SHOWN = 200
 _GIVEN_UP = "MPI would wait for data of an operation that broke"
 """Why a job is ended after its close, though all went well again: a cut may leave requests that never complete."""
@@ -170,7 +169,7 @@ class _Judge:
 
     def _warnings(self, rank: int) -> list[dict[str, Any]]:
         said = self._seen.said.get(rank, [])
-        return [one for one in said if one["what"] == "warned" and _NAMED.search(one["text"])]
+        return [one for one in said if one["what"] == "warned" and _naming([VICTIM]).search(one["text"])]
 
     def _ended(self, rank: int) -> bool:
         """Judge a rank that has closed, or is at its exit: it must end, and soon."""
@@ -228,7 +227,8 @@ class _Judge:
             # The watcher does not stand yet, or the ranks tell one another.
             return
         said = [line for line in self._seen.err.splitlines() if line.startswith("butter_mpi: ")]
-        needs = _SITE if cell.kind == "mismatch" else _NAMED
+        # Of those that are struck at one time a watcher names the one that it sees first.
+        needs = _SITE if cell.kind == "mismatch" else _naming(struck(cell.fault))
         whole = self._seen.err if cell.kind == "mismatch" else "\n".join(said)
         file = "\n".join(str(one["text"]) for one in self._seen.verdicts)
         # Where ranks compare what they submit themselves, each of them raises it, and the program may expect that.
@@ -239,6 +239,11 @@ class _Judge:
             self._outcome.note(WRONG, "no verdict on stderr")
         if not needs.search(file) or (cell.on_hosts and cell.blames and not _names_host(file, cell.lost(0))):
             self._outcome.note(WRONG, "no verdict in the file")
+
+
+def _naming(ranks: Iterable[int]) -> re.Pattern[str]:
+    """Return what finds one of these ranks named."""
+    return re.compile(rf"\branks? (?:{'|'.join(map(str, ranks))})\b")
 
 
 def _names_host(text: str, ranks: Iterable[Iterable[int]]) -> bool:

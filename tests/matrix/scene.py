@@ -42,12 +42,12 @@ from matrix.table import (
     STRICT,
     STRUCK,
     VICTIM,
+    struck,
 )
 
 FAULT, PHASE, PLANE, RECOVERY, FILE = sys.argv[1:]
 RANK, RANKS = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-VICTIMS = FAULTS[FAULT].gone if FAULT == "kill-others" else (VICTIM,)
-"""Those that are struck first, at one time."""
+VICTIMS = struck(FAULT)
 OTHERS = tuple(rank for rank in range(RANKS) if rank not in VICTIMS)
 LEFT = tuple(rank for rank in range(RANKS) if rank not in FAULTS[FAULT].gone)
 """Those that learn of it, and go on."""

@@ -221,6 +221,11 @@ LAUNCHERS = {
 # -- false alarms ------------------------------------------------------------------------------------------------------
 
 
+def struck(fault: str) -> tuple[int, ...]:
+    """Return the ranks that are struck first, at one time."""
+    return FAULTS[fault].gone if fault == "kill-others" else (VICTIM,)
+
+
 @dataclass(frozen=True)
 class Calm:
     """A scene that must end well: ``ci`` and ``full`` are its seconds, ``deadline`` that of its collectives."""
