@@ -18,10 +18,10 @@ from butter_mpi.launch import read_launch
 from butter_mpi.mpi_start import load_mpi
 from butter_mpi.policy import set_unset_policy
 from butter_mpi.selftest.console import Parser, UsageError, ask_for
+from butter_mpi.selftest.options import USAGE
 
 __all__ = ["Array", "command_line", "parsed", "run", "wait"]
 
-_USAGE = 2
 _SECONDS = 60.0
 _OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
 
@@ -131,7 +131,7 @@ def parsed(
         if speaks:
             sys.stderr.write(f"butter_mpi.{name}: {error} (--help lists the options)\n")
         _leave_together()
-        return _USAGE
+        return USAGE
     if options.help:
         return ask_for(parser.format_help(), f"butter_mpi.{name}", 1) if speaks else 0
     return options

@@ -16,7 +16,7 @@ from butter_mpi.findings import ranks_text
 from butter_mpi.sentinel.elsewhere import Elsewhere
 from butter_mpi.sentinel.gathering import RECONNECT, SHRINK, Agreed, Gathering, Refused, outvoted
 from butter_mpi.sentinel.judging import Verdict
-from butter_mpi.sentinel.links import HUBS
+from butter_mpi.sentinel.links import HUBS, LETTERS
 from butter_mpi.sentinel.mailing import Mail
 from butter_mpi.sentinel.messages import of_spans, spans
 from butter_mpi.sentinel.watched import Rank
@@ -185,7 +185,7 @@ class Relay:
 
     def hear_far(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Take what another watcher says of a gathering, or a letter."""
-        if kind in ("mail", "got"):
+        if kind in LETTERS:
             self._mail.hear(kind, fields)
         elif kind == "agreed":
             self._agree(fields)
