@@ -28,7 +28,19 @@ from butter_mpi.descriptors import beyond_standard, memory_file
 if TYPE_CHECKING:
     from butter_mpi.collectives import Operation
 
-__all__ = ["COLLECTIVES", "DTYPES", "EXCHANGES", "KINDS", "OPS", "PAIRS", "SIZE", "Entry", "Reader", "Recorder"]
+__all__ = [
+    "COLLECTIVES",
+    "DTYPES",
+    "EXCHANGES",
+    "KINDS",
+    "OPS",
+    "PAIRS",
+    "SIZE",
+    "Entry",
+    "Glance",
+    "Reader",
+    "Recorder",
+]
 
 COLLECTIVES, PAIRS, SITES = 4096, 1024, 256
 _RECORD, _TEXT, _WORDS = 64, 256, 64
@@ -79,6 +91,14 @@ _EXCHANGE = struct.Struct("=d7Q").pack_into
 _SITE = struct.Struct(f"=H{_TEXT - 10}sQ")
 # For a signal handler may close inside of a write. So nothing is called between reading where to write, and writing.
 _NOWHERE = bytearray(SIZE)
+
+
+class Glance(NamedTuple):
+    """What changes with every submission: the newest collective, send or receive, and exchange."""
+
+    head: int
+    pairs: int
+    exchanges: int
 
 
 class Entry(NamedTuple):
@@ -287,6 +307,14 @@ def _mixed(signature: int, count: int) -> float:
     return (mixed >> 64 - _HASH_BITS) / (1 << _HASH_BITS)
 
 
+def _round(slots: memoryview[Any], first: int, last: int) -> list[Any]:
+    """Return what the slots of a ring hold for these collectives."""
+    begin, end = first % COLLECTIVES, last % COLLECTIVES + 1
+    if begin < end or first > last:
+        return slots[begin:end].tolist()
+    return slots[begin:].tolist() + slots[:end].tolist()
+
+
 class Reader:
     """The watcher's end.
 
@@ -340,13 +368,9 @@ class Reader:
 
     def times(self, first: int, last: int) -> list[float]:
         """Return when each of these collectives was submitted, in seconds; 0 for one that is not there."""
-        stamps = self._floats[: _PAIRS_AT // 8 : _RECORD // 8]
-        numbers = self._words[7 : _PAIRS_AT // 8 : _RECORD // 8]
-        begin, end = first % COLLECTIVES, last % COLLECTIVES + 1
-        parts = [(begin, end)] if begin < end or first > last else [(begin, COLLECTIVES), (0, end)]
         # In this order: whoever writes a record clears the time first, and stores the number last.
-        found: list[float] = [when for start, stop in parts for when in stamps[start:stop].tolist()]
-        there = [number for start, stop in parts for number in numbers[start:stop].tolist()]
+        found: list[float] = _round(self._floats[: _PAIRS_AT // 8 : _RECORD // 8], first, last)
+        there: list[int] = _round(self._words[7 : _PAIRS_AT // 8 : _RECORD // 8], first, last)
         wanted = range(first, last + 1)
         if there == list(wanted):
             return found
@@ -371,14 +395,21 @@ class Reader:
             return None
         return entry.chain >> 40, entry._replace(number=entry.chain & 0xFFFFFFFFFF)
 
+    def glance(self) -> Glance:
+        """Return what shows whether the rank has submitted anything since."""
+        return Glance(self.head(), self.pairs(), self.exchanges())
+
     def pairs(self) -> int:
         """Return the position of the newest send or receive; 0: none yet."""
         return int(self._words[_POSITION // 8])
 
+    def exchanges(self) -> int:
+        """Return how many exchanges over the control plane the rank has come to."""
+        return max(self._words[_EXCHANGES_AT // 8 + 7 : _BEAT // 8 : _RECORD // 8].tolist())
+
     def exchange(self) -> tuple[int, Entry | None]:
         """Return how many exchanges over the control plane the rank has come to, and the newest of them."""
-        words = self._words[_EXCHANGES_AT // 8 + 7 : _BEAT // 8 : _RECORD // 8]
-        count = max(words.tolist())
+        count = self.exchanges()
         entry = self._entry(_EXCHANGES_AT + count % _EXCHANGES_KEPT * _RECORD, count) if count else None
         return count, entry and entry._replace(number=entry.chain)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from butter_mpi.findings import by_value, ranks_text
-from butter_mpi.recorder import PAIRS, Entry, Reader
+from butter_mpi.recorder import PAIRS, Entry, Glance, Reader
 
 __all__ = [
     "STAY",
@@ -257,6 +257,11 @@ class Pairs:
                 if differing := self._match(rank, *found):
                     return differing
         return None
+
+    def settled(self, glances: Mapping[int, Glance]) -> bool:
+        """Whether all is read that a glance at each rank showed, and nobody waits there."""
+        read = all(self._read.get(rank, 0) >= glance.pairs for rank, glance in glances.items())
+        return read and not any(self._open.values())
 
     def _lose(self, rank: int) -> None:
         """Forget what was known of a rank's sides, and who waits there."""

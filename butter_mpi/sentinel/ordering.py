@@ -158,8 +158,8 @@ def _counts(newer: Reader, older: Reader, first: int, last: int) -> tuple[int, l
 def _times(reader: Reader, first: int, last: int) -> tuple[int, list[float]]:
     """Return the first number from which on all times are there, and these."""
     times = reader.times(first, last)
-    while times and times[-1] == 0:
+    while times and times[-1] == 0.0:
         # It is being written now, and so is behind all that was read before.
         times.pop()
-    lost = len(times) - times[::-1].index(0) if 0 in times else 0
+    lost = len(times) - times[::-1].index(0.0) if 0.0 in times else 0
     return first + lost, times[lost:]

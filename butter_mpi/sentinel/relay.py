@@ -195,13 +195,19 @@ class Relay:
         elif fields["generation"] == self._generation:
             self._others[fields["node"]] = _Scene.of(fields)
 
+    @property
+    def called(self) -> bool:
+        """Whether a rank waits for a decision."""
+        return self._gathering.open or any(scene.come for scene in (self._own, *self._others.values()))
+
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def look(self, passed: float) -> None:
         """Decide what can be decided, or show it to who decides, `passed` seconds after the last look."""
         if passed:
             self._mail.tick(passed)
-        elif not any(scene.come for scene in (self._own, *self._others.values())):
+        if not (self.called or (passed and self._elsewhere.several)):
+            self._undecided = 0.0
             return
         self._own.lost = {number: why for number, rank in self._ranks().items() if (why := self._lost(rank))}
         decides = self._elsewhere.decides

@@ -26,7 +26,7 @@ from typing import Any
 from butter_mpi.descent import Descent
 from butter_mpi.descriptors import other_end
 from butter_mpi.findings import ranks_text
-from butter_mpi.recorder import Entry, Reader
+from butter_mpi.recorder import Entry, Glance, Reader
 from butter_mpi.segments import unlink_mapped
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.across import Across, Standing
@@ -57,8 +57,8 @@ _SOON = 0.02
 _LONGEST_PASSED = 0.5
 _FROZEN = 4.0
 _SHOWN = 8
-# Between two looks at what ranks of several nodes submit.
-_ACROSS = 0.4
+# Between two looks at what takes longer to compare: ranks of several nodes, and the orders of two communicators.
+_SELDOM = 0.4
 _OWN_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGCHLD}
 # What ranks find themselves and raise on every one of them: a program may expect it.
 _RAISED_BY_ALL = ("CollectiveMismatchError", "StartError")
@@ -87,15 +87,15 @@ class Watcher:
         self._handlers: dict[int, Callable[[], None]] = {}
         # By epoch: ranks that go on after a failure, which all survived, begin a new one, one after another.
         self._notices: dict[int, dict[str, Any]] = {}
-        self._suspect: dict[int, Entry] | None = None
         self._dead: list[Rank] = []
         self._due = 0.0
+        # What a look saw after which nothing was left to judge but what is new; ``None``: there is something.
+        self._calm: tuple[dict[int, str], dict[int, Glance]] | None = None
         self._looked = time.monotonic()
         self._start_left = float(config["start"])
         self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
-        self._late, self._pairs = Late(), Pairs(self._ranks)
-        self._orders, self._crossed = Orders(config["name"]), False
         self._descent = Descent.of_facts(config["descent"])
+        self._compare_anew()
         self._recordings = Recordings(**config["recordings"], fail=self._cry_of)
         for rank in self._ranks.values():
             if rank.process is not None:
@@ -116,6 +116,13 @@ class Watcher:
         listener = socket.socket(fileno=config["listener"])
         listener.setblocking(False)
         self._watch(listener.fileno(), lambda: self._accept(listener))
+
+    def _compare_anew(self) -> None:
+        """Compare what comes from now on."""
+        self._late, self._pairs = Late(), Pairs(self._ranks)
+        self._suspect: dict[int, Entry] | None = None
+        # ``ordered``: all was compared that the last look saw.
+        self._orders, self._orders_due, self._crossed, self._ordered = Orders(self._descent.name), 0.0, False, True
 
     def _compare_across(self) -> Across | None:
         """Return what compares ranks of several nodes, where there are some."""
@@ -139,6 +146,7 @@ class Watcher:
         while self._recordings.pending or not self._over():
             idle = 0.0 if self._recordings.pending else self._due - time.monotonic()
             for fd, _ in self._poll.poll(max(0.0, idle)):
+                self._calm = None
                 if fd in self._handlers:
                     self._handlers[fd]()
             self._bury()
@@ -452,11 +460,33 @@ class Watcher:
         if not self._complete:
             self._start_left -= passed
         living = self._living
-        states = {rank.number: rank.look() for rank in living}
+        # Before anything is judged: what comes later is seen by the next look.
+        seen = {rank.number: rank.look() for rank in living}, self._glances()
         for rank in living:
-            rank.send_again()
             if rank.reader is not None:
                 rank.reader.beat()
+        if seen != self._calm:
+            self._judge_all(living, seen[0], passed)
+            self._calm = seen if self._settled(*seen) else None
+
+    def _glances(self) -> dict[int, Glance]:
+        return {number: rank.reader.glance() for number, rank in self._ranks.items() if rank.reader is not None}
+
+    def _settled(self, states: dict[int, str], glances: dict[int, Glance]) -> bool:
+        """Whether time alone changes nothing: nobody is stopped, and nothing waits, or is yet to be read."""
+        awake = self._complete and set(states.values()) == {"alive"}
+        if not awake or self._elsewhere.several or self._left_out or self._relay.called:
+            return False
+        if any(rank.leaving or rank.unsent for rank in self._ranks.values()):
+            return False
+        if not self._compared:
+            return True
+        level = len({glance.head for glance in glances.values()}) == 1 and self._suspect is None
+        return level and self._ordered and self._pairs.settled(glances)
+
+    def _judge_all(self, living: list[Rank], states: dict[int, str], passed: float) -> None:
+        for rank in living:
+            rank.send_again()
             if states[rank.number] in ("gone", "dying"):
                 self._ended(rank)
         self._bury()
@@ -466,7 +496,7 @@ class Watcher:
         if self._compared:
             if awake:
                 self._judge_submissions(passed)
-                self._judge_orders()
+                self._judge_orders(passed)
             self._judge_across(passed, awake)
         waiting = self._waiting
         self._free_waiting(waiting, passed)
@@ -582,7 +612,7 @@ class Watcher:
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
         self._across_due -= passed
         if self._across_due <= 0:
-            self._across_due = _ACROSS
+            self._across_due = _SELDOM
             differing = self._across.look(readers, self._epoch, self._standing, self._links.leads)
             if differing is not None:
                 self._judge(differing)
@@ -600,15 +630,21 @@ class Watcher:
             return Standing(0, tuple(left), self._farewells(left), True)
         return Standing(0, tuple(last), self._positions(last), False)
 
-    def _judge_orders(self) -> None:
+    def _judge_orders(self, passed: float) -> None:
         """Judge ranks that use this communicator and an older one in different orders; seen twice, as above."""
         if not self._older[0] or self._epoch in self._notices:
+            return
+        self._orders_due -= passed
+        self._ordered = self._orders_due <= 0
+        if not self._ordered:
             return
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.reader}
         found = self._orders.look(readers, *self._older)
         if found is not None and self._crossed:
             self._judge(found)
         self._crossed = found is not None
+        self._ordered = not self._crossed
+        self._orders_due = 0.0 if self._crossed else _SELDOM
         self._due = min(self._due, time.monotonic() + _SOON) if self._crossed else self._due
 
     @functools.cached_property
@@ -670,8 +706,7 @@ class Watcher:
         if rank.reader is None or epoch <= rank.epoch:
             return
         if epoch > self._epoch:
-            self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
-            self._orders = Orders(self._config["name"])
+            self._compare_anew()
         rank.reader.floor, rank.reader.pairs_floor, rank.epoch = sequence, pairs, epoch
         for other in self._ranks.values():
             if other.death is not None:
@@ -693,8 +728,7 @@ class Watcher:
         self._config = {**self._config, "name": self._descent.name, "who": who}
         ranks = list(self._ranks.values())
         self._dead = [rank for rank in self._dead if rank in ranks]
-        self._late, self._pairs, self._suspect = Late(), Pairs(self._ranks), None
-        self._orders, self._crossed = Orders(self._descent.name), False
+        self._compare_anew()
         self._across, self._across_due = self._compare_across(), 0.0
         self._recordings.go_on(self._descent, len(survivors))
         self.__dict__.pop("_older", None)

@@ -655,6 +655,41 @@ def test_signals_that_are_sent_to_whole_jobs_do_not_end_it(node: Callable[..., N
     pair_works(one, fakes[0], fakes[1], 1)
 
 
+# -- after a calm ----------------------------------------------------------------------------------------------------
+
+LATER = {
+    "differs": ([("barrier", None)], [("all_gather", None)], "CollectiveMismatchError"),
+    "waits": ([("barrier", None)], [], "CollectiveTimeoutError"),
+    "sends": ([("send", 1)], [], "CollectiveTimeoutError"),
+    "sends another count": ([("send", 1)], [("recv", 0)], "CollectiveMismatchError"),
+}
+
+
+@pytest.mark.parametrize("what", list(LATER))
+def test_what_comes_after_looks_that_saw_nothing_new(node: Callable[..., Node], what: str) -> None:
+    """What differs, or waits, is told also where ranks had submitted the same, and nothing more, for some looks."""
+    first, second, error = LATER[what]
+    one = node(0, 1, own=(0, 1))
+    with contextlib.ExitStack() as open_:
+        recorders = [Recorder(1.0), Recorder(1.0)]
+        for rank, recorder in enumerate(recorders):
+            open_.callback(recorder.close)
+            recorder.write(Operation("barrier", 0, DType.UINT8, site="app/a.py:1"), 1)
+            sock = open_.enter_context(one.connected())
+            hello(sock, rank, one.secret, recorder.fd)
+            sock.send(messages.pack("judge"))
+        assert messages.receive(sock) == {"kind": "ready", "pid": one.pids[0]}
+        looks = set()
+        while len(looks) < 5:
+            looks.add(recorders[0].beat())
+        for count, (recorder, said) in enumerate(zip(recorders, (first, second), strict=True)):
+            for kind, peer in said:
+                number = 2 if peer is None else 1
+                recorder.write(Operation(kind, count, DType.UINT8, peer=peer, site="app/a.py:2"), number)
+        message = messages.receive(sock)
+        assert message is not None and message["notice"]["error"] == error, message
+
+
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
 
