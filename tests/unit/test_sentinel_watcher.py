@@ -657,7 +657,7 @@ def test_signals_that_are_sent_to_whole_jobs_do_not_end_it(node: Callable[..., N
 
 # -- after a calm ----------------------------------------------------------------------------------------------------
 
-LATER = {
+LATER: dict[str, tuple[list[tuple[str, int | None]], list[tuple[str, int | None]], str]] = {
     "differs": ([("barrier", None)], [("all_gather", None)], "CollectiveMismatchError"),
     "waits": ([("barrier", None)], [], "CollectiveTimeoutError"),
     "sends": ([("send", 1)], [], "CollectiveTimeoutError"),
@@ -679,7 +679,7 @@ def test_what_comes_after_looks_that_saw_nothing_new(node: Callable[..., Node], 
             hello(sock, rank, one.secret, recorder.fd)
             sock.send(messages.pack("judge"))
         assert messages.receive(sock) == {"kind": "ready", "pid": one.pids[0]}
-        looks = set()
+        looks: set[int] = set()
         while len(looks) < 5:
             looks.add(recorders[0].beat())
         for count, (recorder, said) in enumerate(zip(recorders, (first, second), strict=True)):
