@@ -20,7 +20,7 @@ from butter_mpi.control import Control, Overdue, Pause, Watch, duplicate
 from butter_mpi.descent import Descent, applicable
 from butter_mpi.device import Device
 from butter_mpi.ending import ENDING, say
-from butter_mpi.environment import c_environment
+from butter_mpi.environment import c_environment, effective_nccl
 from butter_mpi.errors import (
     ButterError,
     CUDAError,
@@ -33,6 +33,7 @@ from butter_mpi.errors import (
 from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
 from butter_mpi.library import open_library
+from butter_mpi.machine import interfaces, nccl_interfaces
 from butter_mpi.mpi_start import load_mpi
 from butter_mpi.nccl_setup import prepare
 from butter_mpi.planes.base import Plane
@@ -114,8 +115,10 @@ def init(
         these processes know nothing of other nodes, and need no connection between them. ``off``: such faults are
         found at the collective deadline, or by the launcher.
     watch_interface : str, optional
-        Names of network interfaces, with commas, over which these processes of several nodes reach one another, in the
-        order in which they are tried; one that a node lacks is passed over. Default: the addresses of the host's name.
+        Names of network interfaces, with commas: over each of these networks the processes of several nodes hear one
+        another, and a node that one of them loses is named. A bar stands between names of one network on different
+        hosts (``eth0,ib0|hsn0``). Default: the network of the host's name and, on the nccl plane, that which
+        ``NCCL_SOCKET_IFNAME`` names.
     verdict_file : str or path, optional
         A file to which each node's watcher appends what broke, and what each rank submitted last, as a line of JSON.
     recorder_file : str or path, optional
@@ -458,7 +461,8 @@ class _Start(Survivors):
             # Where they differ, preflight says so.
             offer.close()
             return None
-        door = Door(every, self._comm.rank, settings.watch_interface, settings.start_deadline)
+        names, deadline = settings.watch_interface, settings.start_deadline
+        door = Door(every, self._comm.rank, names, self._data_interface(), deadline)
         try:
             linked = door.needed and all(one["watch"] != "node" for one in every)
             # Where parts of a communicator meet together, others may have links.
@@ -478,6 +482,13 @@ class _Start(Survivors):
             raise
         finally:
             door.close()
+
+    def _data_interface(self) -> str | None:
+        """Return the interface that the user has told NCCL to use, where it is used."""
+        told = effective_nccl(c_environment()).get("NCCL_SOCKET_IFNAME", (None,))[0]
+        if not told or self._settings.plane == "host":
+            return None
+        return next(iter(nccl_interfaces(interfaces(), told)[0]), None)
 
     def _links(self, door: Door, gather: Gather) -> dict[str, Any]:
         """Return what the watcher of this node is told of those of the others; every rank of the job calls this."""

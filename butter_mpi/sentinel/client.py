@@ -388,7 +388,7 @@ class Sentinel:
             stdout=subprocess.DEVNULL,
             stderr=offer.said,
             start_new_session=True,
-            pass_fds=[listener, *links["listeners"]],
+            pass_fds=[listener, *(fd for network in links["networks"] for fd in network["listeners"])],
         )
         assert self._starter.stdin is not None
         # Where there are thousands of nodes, this waits until the watcher reads. One that has ended already is found by

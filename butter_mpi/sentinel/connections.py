@@ -37,15 +37,15 @@ class Connection:
         Connected, or about to be; it never waits.
     channel : Channel
         What is said on it.
-    called : str
-        The address that was called; empty: the other end calls.
+    called : tuple of str and int, optional
+        The address and port that were called; none: the other end calls.
     """
 
-    def __init__(self, sock: socket.socket, channel: Channel, called: str = "") -> None:
+    def __init__(self, sock: socket.socket, channel: Channel, called: tuple[str, int] | None = None) -> None:
         self.sock, self.channel, self.called = sock, channel, called
         self.proved = False
         self.age = 0.0
-        self._connecting = bool(called)
+        self._connecting = called is not None
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -54,6 +54,11 @@ class Connection:
         """The other end's node, once that is known."""
         assert self.channel.peer is not None
         return self.channel.peer
+
+    @property
+    def source(self) -> str:
+        """The address of this end."""
+        return str(self.sock.getsockname()[0])
 
     @property
     def wants_room(self) -> bool:
@@ -170,21 +175,36 @@ class Connections:
                 self._poll.modify(fd, select.EPOLLIN)
         self._allowed = self._most_between
 
-    def call(self, node: int, address: str, port: int) -> str:
-        """Call a node, also beside calls that nobody has answered; returns why that cannot be, or nothing."""
+    def call(self, node: int, address: str, port: int, source: str = "") -> str:
+        """Call a node, also beside calls that nobody has answered; returns why that cannot be, or nothing.
+
+        Parameters
+        ----------
+        node : int
+            The node.
+        address, port : str, int
+            Where it listens.
+        source : str
+            The address to call from; empty: the kernel chooses.
+        """
         if any(one.channel.answered for one in self._calls_to(node)):
             return ""
         try:
             with beyond_standard():
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-            failed = sock.connect_ex((address, port))
-            if failed not in (0, errno.EINPROGRESS):
-                sock.close()
-                return os.strerror(failed)
         except OSError as error:
             return error.strerror or str(error)
-        self._add(Connection(sock, self._make(node), f"{address} port {port}"))
+        try:
+            if source:
+                sock.bind((source, 0))
+            failed = sock.connect_ex((address, port))
+        except OSError as error:
+            failed = error.errno or errno.EINVAL
+        if failed not in (0, errno.EINPROGRESS):
+            sock.close()
+            return os.strerror(failed)
+        self._add(Connection(sock, self._make(node), (address, port)))
         return ""
 
     def send(self, connection: Connection, kind: str, **fields: Any) -> None:

@@ -7,10 +7,11 @@ environment. A node listens only on addresses of the networks that the job uses,
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from butter_mpi.control import Overdue, Watch
@@ -19,14 +20,19 @@ from butter_mpi.detached import Detached
 from butter_mpi.interfaces import interfaces
 from butter_mpi.sentinel.links import HUBS, REMEDY
 
-__all__ = ["ALONE", "Door", "addresses", "leaders"]
+__all__ = ["ALONE", "Door", "leaders", "networks"]
 
-ALONE: dict[str, Any] = {"me": 0, "nodes": [["", []]], "hubs": [], "listeners": [], "secret": "", "patience": 0.0}
+_NOWHERE: dict[str, Any] = {"network": "", "hubs": [], "listeners": [], "secret": ""}
+ALONE: dict[str, Any] = {"me": 0, "nodes": [["", []]], "patience": 0.0, "networks": [_NOWHERE]}
 """What the watcher of the only node is told of others."""
 _SECRET_BYTES = 32
 # Where the queue is full of strangers, who comes last must not wait for long.
 _BACKLOG = 512
 _RESOLVE_SECONDS = 2.0
+_NAME_OTHERS = (
+    "Name interfaces that these hosts have by watch_interface (BUTTER_MPI_WATCH_INTERFACE): a comma between networks "
+    "that are all watched, a bar between names of one network on different hosts (eth0,ib0|hsn0)"
+)
 _INSIDE = ("lo", "docker", "virbr")
 
 
@@ -38,30 +44,49 @@ def leaders(said: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return found
 
 
-def addresses(names: str | None) -> list[str]:
-    """Return the addresses of this host at which other hosts may reach it, in the order in which they are to be tried.
+def networks(names: str | None, data: str | None = None) -> list[tuple[str, list[str]]]:
+    """Return the networks over which watchers are to be linked, and the addresses of this host in each.
 
     Parameters
     ----------
     names : str or None
-        Names of interfaces, with commas; those that this host lacks are passed over. ``None``: the addresses of the
-        host's name; where that is a local one only, those of every interface but the machine's inner ones.
+        Of each network, with commas, the name of the interface, or several with bars of which the first that this host
+        has is meant. ``None``: the network of the host's name; where that means a local address only, of every
+        interface but the machine's inner ones.
+    data : str, optional
+        The interface of the data plane, which is one more network where no names are given.
 
     Returns
     -------
-    list of str
-        Empty: there is none.
+    list of (str, list of str)
+        Each network's name, which is empty where none is given, and the addresses at which other hosts may reach this
+        one, in the order in which they are to be tried; empty: there is none.
     """
     rows = {row["name"]: row["addresses"] for row in interfaces() if row["up"]}
     if names is not None:
-        return [one for name in names.split(",") for one in rows.get(name, ()) if not _link_local(one)]
+        return [_first(one, rows) for one in dict.fromkeys(names.split(","))]
+    main, beside = _main(rows), _usable(rows.get(data, ())) if data else []
+    # Another network than that of the host's name, or than others of this host.
+    rest = [one for one in main if one not in beside]
+    return [("", rest), (str(data), beside)] if beside and rest else [("", main)]
+
+
+def _first(names: str, rows: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
+    """Return the first of some interfaces that has an address."""
+    found = [(name, usable) for name in names.split("|") if (usable := _usable(rows.get(name, ())))]
+    return found[0] if found else (names, [])
+
+
+def _main(rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the addresses of the host's name, or else of others that this host has."""
     named = [one for one in _named() if not _local(one) and _own(one)]
     outer = [one for name, every in rows.items() if not name.startswith(_INSIDE) for one in every]
     inner = [one for every in rows.values() for one in every]
-    for found in (named, outer, inner):
-        if usable := [one for one in dict.fromkeys(found) if not _link_local(one)]:
-            return usable
-    return []
+    return next((usable for found in (named, outer, inner) if (usable := _usable(found))), [])
+
+
+def _usable(found: Iterable[str]) -> list[str]:
+    return [one for one in dict.fromkeys(found) if not _link_local(one)]
 
 
 def _named() -> list[str]:
@@ -106,25 +131,33 @@ class Door:
     rank : int
         This rank.
     names : str or None
-        The interfaces to use.
+        The interfaces to use, as :func:`networks` has them.
+    data : str or None
+        The interface of the data plane, likewise.
     start_deadline : float
         Seconds that the start may take.
     """
 
     def __init__(
-        self, offers: Sequence[Mapping[str, Any]], rank: int, names: str | None, start_deadline: float
+        self,
+        offers: Sequence[Mapping[str, Any]],
+        rank: int,
+        names: str | None,
+        data: str | None,
+        start_deadline: float,
     ) -> None:
-        self._rank, self._patience = rank, start_deadline / 2
+        self._rank, self._names, self._patience = rank, names, start_deadline / 2
         self._nodes: dict[str, list[int]] = {}
         for number, offer in enumerate(offers):
             self._nodes.setdefault(offer["node"], []).append(number)
         self._me = list(self._nodes).index(offers[rank]["node"])
         self._leaders = leaders(offers)
-        self._sockets: list[socket.socket] = []
+        self._sockets: dict[str, list[socket.socket]] = {}
         self._failure = ""
         if self._leads and self._me < HUBS and self.needed:
             try:
-                self._listen(names)
+                for name, addresses in networks(names, data):
+                    self._listen(name, addresses)
             except OSError as error:
                 self.close()
                 self._failure = str(error)
@@ -138,51 +171,76 @@ class Door:
     def _leads(self) -> bool:
         return self._rank in self._leaders.values()
 
-    def _listen(self, names: str | None) -> None:
-        failures = []
-        for address in addresses(names):
+    def _listen(self, name: str, addresses: Sequence[str]) -> None:
+        """Listen in one network."""
+        own, failures = self._sockets.setdefault(name, []), []
+        for address in addresses:
             with beyond_standard():
                 sock = _socket(address)
-            self._sockets.append(sock)
+            own.append(sock)
             try:
                 sock.bind((address, 0))
                 sock.listen(_BACKLOG + len(self._nodes))
             except OSError as error:
-                self._sockets.pop().close()
-                failures.append(f"{address}: {error.strerror}")
-        if not self._sockets:
+                own.pop().close()
+                failures.append(f"{address}: {error.strerror}. {REMEDY}")
+        if not own:
             there = [f"{row['name']} ({', '.join(row['addresses'])})" for row in interfaces() if row["addresses"]]
-            wanted = f"no interface of watch_interface={names} has an address" if names else "no address to listen on"
-            raise OSError("; ".join(failures) or f"{wanted}; there are {', '.join(there) or 'none'}")
+            wanted = f"{name} of watch_interface={self._names} has no address" if name else "no address to listen on"
+            raise OSError("; ".join(failures) or f"{wanted}; there are {', '.join(there) or 'none'}. {_NAME_OTHERS}")
 
     def payload(self) -> bytes:
         """Return what every rank must know: of a leader its host, of a hub's where it listens, of rank 0 the secret."""
         facts: dict[str, Any] = {"failure": self._failure}
         if self._leads:
-            facts["host"] = socket.gethostname()
-            facts["at"] = [one.getsockname()[:2] for one in self._sockets]
+            facts["host"], facts["names"] = socket.gethostname(), self._names
+            facts["at"] = [[name, [one.getsockname()[:2] for one in own]] for name, own in self._sockets.items()]
         if self._rank == 0:
             facts["secret"] = os.urandom(_SECRET_BYTES).hex()
         return json.dumps(facts).encode()
 
+    def _hubs(self, said: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """Return what the leaders of the hubs brought, by rank."""
+        return {number: said[number] for number in [self._leaders[node] for node in self._nodes][:HUBS]}
+
     def refusal(self, said: Sequence[Mapping[str, Any]]) -> str:
         """Return why watchers cannot be linked, with the remedy; empty: they can be."""
-        failures = [f"rank {number}: {one['failure']}" for number, one in enumerate(said) if one["failure"]]
-        return f"no watcher can listen for those of other nodes ({'; '.join(failures)}). {REMEDY}" if failures else ""
+        if failures := [f"rank {number}: {one['failure']}" for number, one in enumerate(said) if one["failure"]]:
+            return f"no watcher can listen for those of other nodes: {'; '.join(failures)}"
+        hubs = self._hubs(said)
+        if len({(one["names"] or "").count(",") + bool(one["names"]) for one in hubs.values()}) > 1:
+            named = ", ".join(f"{one['names']} on rank {number}" for number, one in hubs.items())
+            return f"watch_interface names another number of networks on one host than on another: {named}"
+        return ""
 
     def config(self, said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return what the watcher of this node is told, from what every rank brought."""
         first = [said[self._leaders[node]] for node in self._nodes]
+        # That of the data plane is one only where it is one on both.
+        every = zip(*(one["at"] for one in self._hubs(said).values()), strict=False)
         return {
             "me": self._me,
             "nodes": [[one["host"], ranks] for one, ranks in zip(first, self._nodes.values(), strict=True)],
-            "hubs": [one["at"] for one in first[:HUBS]],
-            "listeners": [one.fileno() for one in self._sockets],
-            "secret": said[0]["secret"],
             "patience": self._patience,
+            "networks": [self._network(place, hubs, said[0]["secret"]) for place, hubs in enumerate(every)],
+        }
+
+    def _network(self, place: int, hubs: Sequence[tuple[str, list[Any]]], secret: str) -> dict[str, Any]:
+        own = list(self._sockets.values())[place : place + 1]
+        return {
+            "network": "/".join(dict.fromkeys(name for name, _ in hubs)),
+            "hubs": [at for _, at in hubs],
+            "listeners": [one.fileno() for sockets in own for one in sockets],
+            "secret": _own_secret(secret, place),
         }
 
     def close(self) -> None:
         """Give the sockets back, once the watcher has them."""
         while self._sockets:
-            self._sockets.pop().close()
+            for sock in self._sockets.popitem()[1]:
+                sock.close()
+
+
+def _own_secret(secret: str, place: int) -> str:
+    """Return the secret of one network: what is said in one of them proves nothing in another."""
+    return hmac.digest(bytes.fromhex(secret), b"network %d" % place, "sha256").hex()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from butter_mpi.sentinel.links import HUBS, Links
+from butter_mpi.sentinel.links import HUBS
+from butter_mpi.sentinel.networks import Networks
 
 __all__ = ["Elsewhere"]
 
@@ -18,8 +19,8 @@ class Elsewhere:
 
     Parameters
     ----------
-    links : Links
-        To the watchers of other nodes.
+    links : Networks
+        The links to the watchers of other nodes.
     nodes : sequence
         Of each node, in order, its host and the first numbers of its ranks.
     size : int
@@ -28,7 +29,7 @@ class Elsewhere:
         This node.
     """
 
-    def __init__(self, links: Links, nodes: Sequence[tuple[str, Sequence[int]]], size: int, me: int) -> None:
+    def __init__(self, links: Networks, nodes: Sequence[tuple[str, Sequence[int]]], size: int, me: int) -> None:
         self.links, self._me = links, me
         self._hosts = [host for host, _ in nodes]
         self._node_of = {first: node for node, (_, ranks) in enumerate(nodes) for first in ranks}

@@ -60,10 +60,12 @@ class _Peer:
         # What it last said of the ranks there, or that it hears of: whether one is not stopped, or is in MPI_Finalize.
         self.said = {"awake": False, "waits": False}
         self.silence = 0.0
-        # The nodes that it does not hear; and how calls to each of its addresses ended.
+        # The nodes that it does not hear; how calls to each of its addresses ended; and from which of its own this node
+        # first reached each.
         self.misses: set[int] = set()
         self.calls = 0
         self.ends: dict[str, str] = {}
+        self.sources: dict[str, str] = {}
 
     @property
     def heard(self) -> bool:
@@ -77,13 +79,16 @@ class Links:
     Parameters
     ----------
     config : dict
-        ``me`` (this node), ``nodes`` (of each, in order, its host and ranks), ``hubs`` (of each hub the addresses and
-        ports at which it listens), ``listeners`` (descriptors, of a hub), ``secret`` (of the job, in hexadecimal) and
-        ``patience`` (seconds after which a call that nothing takes ends the start).
+        ``me`` (this node), ``nodes`` (of each, in order, its host and ranks), ``network`` (its name, for messages, if
+        it has one), ``hubs`` (of each hub the addresses and ports at which it listens), ``listeners`` (descriptors, of
+        a hub), ``secret`` (of the job, in hexadecimal) and ``patience`` (seconds after which a call that nothing takes
+        ends the start).
     hear : callable
         Is handed what another watcher found: its kind, and the fields.
     accuse : callable
         Is handed the ranks that are to blame, a text and the phase, where this watcher finds what breaks.
+    beside : callable, optional
+        Returns whether a node is heard over another network; none: there is no other one.
     """
 
     def __init__(
@@ -91,8 +96,10 @@ class Links:
         config: dict[str, Any],
         hear: Callable[[str, dict[str, Any]], None],
         accuse: Callable[[Sequence[int], str, str], None],
+        beside: Callable[[int], bool] | None = None,
     ) -> None:
-        self._hear, self._accuse = hear, accuse
+        self._hear, self._accuse, self._beside = hear, accuse, beside or (lambda number: False)
+        self._over_network = f" over {config['network']}" if config["network"] else ""
         self._me: int = config["me"]
         self._nodes: list[tuple[str, list[int]]] = config["nodes"]
         self._hubs: list[list[tuple[str, int]]] = config["hubs"]
@@ -130,6 +137,10 @@ class Links:
     def serve(self) -> None:
         """Take what has come."""
         self._connections.serve()
+
+    def hears(self, number: int) -> bool:
+        """Whether a node that this one is linked to was heard of late."""
+        return number in self._peers and self._peers[number].heard
 
     @property
     def awake(self) -> bool:
@@ -259,13 +270,16 @@ class Links:
         """Call the next address of a hub."""
         address, port = self._hubs[peer.number][peer.calls % len(self._hubs[peer.number])]
         peer.calls += 1
-        failed = self._connections.call(peer.number, address, port)
+        failed = self._connections.call(peer.number, address, port, peer.sources.get(address, ""))
         if failed:
-            peer.ends[f"{address} port {port}"] = failed
+            peer.ends[_place(address, port)] = failed
 
     def _link(self, connection: Connection) -> None:
         """Use a connection that has proved itself, in place of the one before, and say again what was said."""
         peer = self._peers[connection.node]
+        if connection.called:
+            # Once that network is lost, a route over another one must not stand in for it.
+            peer.sources.setdefault(connection.called[0], connection.source)
         before, peer.link = peer.link, connection
         if before is not None:
             self._connections.drop(before)
@@ -287,7 +301,7 @@ class Links:
             peer = self._peers[connection.node]
             peer.link = None if peer.link is connection else peer.link
         elif connection.called:
-            self._peers[connection.node].ends[connection.called] = why
+            self._peers[connection.node].ends[_place(*connection.called)] = why
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
@@ -411,10 +425,10 @@ class Links:
         called = [f"{self._name(peer.number)} at {_ends(peer.ends)}" for peer in missing if self._calls(peer)]
         host = f"the watcher of host {self._nodes[self._me][0]}"
         if called:
-            text = f"{host} cannot reach that of {'; and that of '.join(called)}"
+            text = f"{host} cannot reach{self._over_network} that of {'; and that of '.join(called)}"
         else:
-            own = ", ".join(f"{address} port {port}" for address, port in self._hubs[self._me])
-            text = f"{host}, at {own}, was not reached by that of {self._names(missing)}"
+            own = ", ".join(_place(address, port) for address, port in self._hubs[self._me])
+            text = f"{host}, at {own}, was not reached{self._over_network} by that of {self._names(missing)}"
         self._failed = True
         text += f", within {self._waited:.1f} s (half of the start deadline)"
         self._accuse((), f"{text}. {REMEDY}. {_SLOW}", "start")
@@ -482,6 +496,15 @@ class Links:
                 return True
         return False
 
+    @property
+    def _hears_nobody(self) -> bool:
+        return not any(peer.heard for peer in self._peers.values())
+
+    def _leaves_it_to_others(self, silent: Sequence[_Peer]) -> bool:
+        """Whether others may soon name this node, as the one that this network has lost, over another one."""
+        able = len(self._nodes) > HUBS and any(self._beside(peer.number) for peer in silent)
+        return able and self._hears_nobody and max(peer.silence for peer in silent) < _SILENCE + _BEAT
+
     def _judge(self) -> None:
         """Accuse the nodes that nobody hears any more, and with them those that are silent nearly as long.
 
@@ -492,15 +515,19 @@ class Links:
         if not any(peer.deaf for peer in silent):
             return
         silent = [peer for peer in silent if not self._witnessed(peer)]
-        if not any(peer.deaf for peer in silent):
+        if not any(peer.deaf for peer in silent) or self._leaves_it_to_others(silent):
             return
         numbers = [peer.number for peer in silent]
         if self._me >= HUBS:
             # Without a hub no other node is heard of.
             numbers += [number for number in range(HUBS, len(self._nodes)) if number != self._me]
-        text = f"no word from {self._names(silent)} for {max(peer.silence for peer in silent):.1f} s: cut off, frozen"
-        text += " or gone, or its watcher is"
-        if not any(peer.heard for peer in self._peers.values()):
+        seconds = max(peer.silence for peer in silent)
+        text = f"no word from {self._names(silent)}{self._over_network} for {seconds:.1f} s: cut off"
+        if all(self._beside(peer.number) for peer in silent):
+            text += " there, as it is heard over another network"
+        else:
+            text += ", frozen or gone, or its watcher is"
+        if self._hears_nobody:
             text += f"; or this host, {self._nodes[self._me][0]}, is cut off"
         if not self._over:
             # First: of many nodes, all the rest is much to say.
@@ -519,6 +546,10 @@ class Links:
     def _name(self, number: int) -> str:
         ranks = self._ranks.get(number)
         return f"host {self._nodes[number][0]} ({ranks_text(ranks) if ranks else 'no rank any more'})"
+
+
+def _place(address: str, port: int) -> str:
+    return f"{address} port {port}"
 
 
 def _ends(ends: dict[str, str]) -> str:

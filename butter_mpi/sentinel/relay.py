@@ -100,7 +100,7 @@ class Relay:
         self._tell_lost, self._elsewhere, self._me = tell_lost, elsewhere, me
         self._generation = self._turn = 0
         self._undecided = 0.0
-        self._mail = Mail(me, elsewhere.links.carry, self._take_letter)
+        self._mail = Mail(me, elsewhere.links.main.carry, self._take_letter)
         self._early: list[dict[str, Any]] = []
         self._forget()
 
@@ -223,7 +223,7 @@ class Relay:
         """Show the hubs what is new here; while ranks wait, at each look."""
         if self._own != self._shown or (again and self._own.come):
             self._shown = _Scene(dict(self._own.come), dict(self._own.elsewhere), dict(self._own.lost))
-            self._elsewhere.links.say("gathering", True, generation=self._generation, **self._own.fields())
+            self._elsewhere.links.main.say("gathering", True, generation=self._generation, **self._own.fields())
 
     def _decide(self, passed: float) -> None:
         scenes = {**self._others, self._me: self._own}
@@ -281,7 +281,7 @@ class Relay:
                 "sequence": decision.sequence,
                 "pairs": decision.pairs,
             }
-            self._elsewhere.links.publish("agreed", **fields)
+            self._elsewhere.links.main.publish("agreed", **fields)
             self._agree(fields)
         else:
             fields = {
@@ -292,7 +292,7 @@ class Relay:
                 "lost": list(decision.lost[:_MOST_LOST]),
                 "alone": decision.alone,
             }
-            self._elsewhere.links.publish("declined", **fields)
+            self._elsewhere.links.main.publish("declined", **fields)
             self._decline(fields)
 
     def _give_up(self) -> None:

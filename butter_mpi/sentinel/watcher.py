@@ -43,8 +43,9 @@ from butter_mpi.sentinel.judging import (
     mismatch,
     told_by,
 )
-from butter_mpi.sentinel.links import COMPARED, Links
+from butter_mpi.sentinel.links import COMPARED
 from butter_mpi.sentinel.messages import MOST_OLDER
+from butter_mpi.sentinel.networks import Networks
 from butter_mpi.sentinel.ordering import Orders
 from butter_mpi.sentinel.recordings import Recordings
 from butter_mpi.sentinel.relay import KINDS, Relay
@@ -104,7 +105,7 @@ class Watcher:
         self._left_out: list[Rank] = []
         self._far_missed = 0.0
         self._said_last = False
-        self._links = Links(config["links"], self._hear_far, self._accuse_far)
+        self._links = Networks(config["links"], self._hear_far, self._accuse_far)
         me, nodes = config["links"]["me"], config["links"]["nodes"]
         self._elsewhere = Elsewhere(self._links, nodes, len(self._descent.ranks), me)
         self._relay = Relay(
@@ -129,7 +130,7 @@ class Watcher:
         elsewhere = self._elsewhere
         if not elsewhere.several:
             return None
-        return Across(self._config["links"]["me"], elsewhere.nodes, self._links.say)
+        return Across(self._config["links"]["me"], elsewhere.nodes, self._links.main.say)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class Watcher:
             self._tell("gone", rank=number, text=death.text)
             first = self._ranks[number].first_number
             self._elsewhere.died_here(first)
-            self._links.publish("gone", rank=first, text=death.text)
+            self._links.main.publish("gone", rank=first, text=death.text)
 
     # -- other nodes -------------------------------------------------------------------------------------------------
 
@@ -402,7 +403,7 @@ class Watcher:
         told = {} if said_by is None else {"by": said_by.number, "here": False}
         self._notices[epoch] = notice = {**verdict.notice(), **told}
         # First: a launcher may be about to end the ranks of other nodes too.
-        self._links.publish("notice", notice=notice, epoch=epoch)
+        self._links.main.publish("notice", notice=notice, epoch=epoch)
         said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
         if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
@@ -492,7 +493,7 @@ class Watcher:
         self._bury()
         awake = any(state == "alive" for state in states.values())
         # Where all are stopped, the whole job is suspended: nobody waits for anybody.
-        self._judge_stopped(living, states, passed if awake or self._links.awake else 0.0)
+        self._judge_stopped(living, states, passed if awake or self._links.main.awake else 0.0)
         if self._compared:
             if awake:
                 self._judge_submissions(passed)
@@ -519,7 +520,7 @@ class Watcher:
             # The first look does not count: it may have been stopped just before.
             rank.stopped = 0.0 if rank.stopped is None else rank.stopped + passed
             # For one that has closed nobody waits before MPI_Finalize.
-            if self._frozen(rank) and (not rank.closed or self._waiting or self._links.waits):
+            if self._frozen(rank) and (not rank.closed or self._waiting or self._links.main.waits):
                 self._halt(rank)
 
     def _halt(self, rank: Rank) -> None:
@@ -529,7 +530,7 @@ class Watcher:
         if rank.stop is None:
             rank.stop = stop
             self._tell_others(rank, "stopped", rank=rank.number, text=stop.text)
-            self._links.publish("stopped", rank=rank.first_number, text=stop.text)
+            self._links.main.publish("stopped", rank=rank.first_number, text=stop.text)
 
     def _runs(self, rank: Rank) -> None:
         """Take back what was told of its stop."""
@@ -537,7 +538,7 @@ class Watcher:
         if rank.stop is not None:
             rank.stop = None
             self._tell_others(rank, "running", rank=rank.number)
-            self._links.publish("running", rank=rank.first_number)
+            self._links.main.publish("running", rank=rank.first_number)
 
     def _frozen(self, rank: Rank) -> bool:
         return rank.stopped is not None and rank.stopped >= _FROZEN and bool(self._config["frozen"])
@@ -613,7 +614,7 @@ class Watcher:
         self._across_due -= passed
         if self._across_due <= 0:
             self._across_due = _SELDOM
-            differing = self._across.look(readers, self._epoch, self._standing, self._links.leads)
+            differing = self._across.look(readers, self._epoch, self._standing, self._links.main.leads)
             if differing is not None:
                 self._judge(differing)
                 return

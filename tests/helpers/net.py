@@ -7,7 +7,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from butter_mpi.sentinel.links import HUBS, Links
+from butter_mpi.sentinel.links import HUBS
+from butter_mpi.sentinel.networks import Networks
 
 __all__ = ["SECRET", "TICK", "Net", "Node", "listener"]
 
@@ -28,7 +29,8 @@ class Node:
     def __init__(self, config: dict[str, Any]) -> None:
         self.heard: list[tuple[str, dict[str, Any]]] = []
         self.accused: list[tuple[list[int], str, str]] = []
-        self.links = Links(config, lambda kind, fields: self.heard.append((kind, fields)), self._accuse)
+        self.networks = Networks(config, lambda kind, fields: self.heard.append((kind, fields)), self._accuse)
+        self.links = self.networks.main
         self.awake, self.waits = True, False
         # A frozen one does nothing; what is sent to it waits.
         self.frozen = self.ended = False
@@ -42,55 +44,64 @@ class Node:
 
 
 class Net:
-    """Some nodes of two ranks each, which all live in this process."""
+    """Some nodes of two ranks each, which all live in this process; each further network has a name."""
 
-    def __init__(self, count: int, secret: bytes = SECRET, patience: float = 10, start: bool = True) -> None:
+    def __init__(
+        self, count: int, *further: str, secret: bytes = SECRET, patience: float = 10, start: bool = True
+    ) -> None:
         self.strangers: list[socket.socket] = []
-        sockets = [listener() for _ in range(min(HUBS, count))]
-        self.addresses = [one.getsockname() for one in sockets]
+        sockets = [[listener() for _ in range(min(HUBS, count))] for _ in ("", *further)]
+        self.addresses = [one.getsockname() for one in sockets[0]]
         nodes = [(f"n{number}", [2 * number, 2 * number + 1]) for number in range(count)]
+        hubs = [[[list(one.getsockname())] for one in every] for every in sockets]
         self.nodes = [
             Node(
                 {
                     "me": number,
                     "nodes": nodes,
-                    "hubs": [[list(address)] for address in self.addresses],
-                    "listeners": [sockets[number].detach()] if number < HUBS else [],
-                    "secret": secret.hex(),
                     "patience": patience,
+                    "networks": [
+                        {
+                            "network": name,
+                            "hubs": hubs[place],
+                            "listeners": [sockets[place][number].detach()] if number < HUBS else [],
+                            "secret": secret.hex(),
+                        }
+                        for place, name in enumerate(("", *further))
+                    ],
                 }
             )
             for number in range(count)
         ]
         if start:
             for node in self.nodes:
-                node.links.up()
+                node.networks.up()
             self.pass_time(TICK)
             assert all(node.told("begun") == [{}] for node in self.nodes)
 
     def settle(self) -> None:
         """Let all that is under way arrive, and what comes of it."""
         poll = select.poll()
-        by_fd = {node.links.fileno(): node for node in self.nodes if not (node.frozen or node.ended)}
+        by_fd = {node.networks.fileno(): node for node in self.nodes if not (node.frozen or node.ended)}
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
         while ready := poll.poll(2):
             for fd, _ in ready:
-                by_fd[fd].links.serve()
+                by_fd[fd].networks.serve()
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass, in ticks."""
         for _ in range(round(seconds / TICK)):
             for node in self.nodes:
                 if not (node.frozen or node.ended):
-                    node.links.tick(TICK, node.awake, node.waits)
+                    node.networks.tick(TICK, node.awake, node.waits)
             self.settle()
 
     def finish(self, number: int) -> bool:
         """Whether a node whose ranks are over ends, once all have heard that."""
         node = self.nodes[number]
         for _ in range(2):
-            node.ended = node.ended or node.links.finish()
+            node.ended = node.ended or node.networks.finish()
             self.settle()
         return node.ended
 
@@ -98,14 +109,26 @@ class Net:
         """End a watcher as SIGKILL does."""
         node = self.nodes[number]
         node.ended = True
-        for one in list(node.links._connections._all.values()):
-            one.sock.close()
-        for sock in node.links._connections._listeners.values():
-            sock.close()
+        for links in node.networks._every:
+            for one in list(links._connections._all.values()):
+                one.sock.close()
+            for sock in links._connections._listeners.values():
+                sock.close()
 
-    def cut(self, hub: int, other: int) -> None:
+    def cut_off(self, number: int, network: int) -> None:
+        """Take a node off a network."""
+        for other in range(len(self.nodes)):
+            if other != number and min(other, number) < HUBS:
+                self.cut(min(other, number), max(other, number), network)
+
+    def mend(self, network: int) -> None:
+        """Let all nodes reach one another again over a network."""
+        for node in self.nodes:
+            vars(node.networks._every[network]).pop("_may_call", None)
+
+    def cut(self, hub: int, other: int, network: int = 0) -> None:
         """Break the link of two nodes for good."""
-        links = self.nodes[hub].links
+        links = self.nodes[hub].networks._every[network]
         called = links._may_call
         links._may_call = lambda number: number != other and called(number)  # type: ignore[method-assign]
         link = links._peers[other].link
@@ -116,7 +139,9 @@ class Net:
         """Close all that is open."""
         for number, node in enumerate(self.nodes):
             self.kill(number)
-            node.links._connections._poll.close()
+            for links in node.networks._every:
+                links._connections._poll.close()
+            node.networks._poll.close()
         for sock in self.strangers:
             sock.close()
 

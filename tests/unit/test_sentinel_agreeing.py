@@ -29,11 +29,11 @@ class Watched:
         self.everyone = [FakeRank(2 * number), FakeRank(2 * number + 1)]
         self.ranks = {rank.number: rank for rank in self.everyone}
         hosts = [(f"n{one}", [2 * one, 2 * one + 1]) for one in range(count)]
-        self.elsewhere = Elsewhere(node.links, hosts, 2 * count, number)
+        self.elsewhere = Elsewhere(node.networks, hosts, 2 * count, number)
         ranks: Any = lambda: self.ranks  # noqa: E731
         named: Any = lambda one: f"rank {one}"  # noqa: E731
         self.relay = Relay(ranks, named, self._begin, lambda _: None, lambda: None, self.elsewhere, number)
-        node.links._hear = self._hear
+        node.networks._hear = self._hear
 
     def _begin(self, survivors: Sequence[int]) -> None:
         new = {old: number for number, old in enumerate(survivors)}
@@ -71,8 +71,8 @@ class Watched:
 class World:
     """Some nodes with their watchers."""
 
-    def __init__(self, count: int) -> None:
-        self.net = Net(count)
+    def __init__(self, count: int, *further: str) -> None:
+        self.net = Net(count, *further)
         self.watchers = [Watched(node, number, count) for number, node in enumerate(self.net.nodes)]
 
     def pass_time(self, seconds: float) -> None:
@@ -93,14 +93,14 @@ class World:
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """As many nodes as the test says."""
-    made = World(request.param)
+    made = World(*request.param)
     yield made
     made.net.close()
 
 
-def nodes(count: int) -> pytest.MarkDecorator:
-    """Give a test so many nodes."""
-    return pytest.mark.parametrize("world", [count], indirect=True)
+def nodes(count: int, *further: str) -> pytest.MarkDecorator:
+    """Give a test so many nodes, which are linked over the main network and these."""
+    return pytest.mark.parametrize("world", [(count, *further)], indirect=True)
 
 
 @nodes(4)
@@ -117,6 +117,30 @@ def test_all_that_live_agree_on_every_node(world: World) -> None:
     for watcher in world.watchers:
         assert all(one["kind"] == "gathered" and one["sequence"] == 9 for one in watcher.answers())
     assert [list(watcher.ranks) for watcher in world.watchers] == [[0, 1], [2, 3], [4], [5, 6]]
+
+
+@nodes(4, "data0")
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_all_go_on_without_a_node_that_one_network_loses(world: World, number: int) -> None:
+    """Over the other one it still calls, and hears that it is left out."""
+    world.net.cut_off(number, 1)
+    world.pass_time(SILENCE)
+    for watcher in world.watchers:
+        watcher.call()
+    world.pass_time(1)
+    assert world.going() == [[rank for rank in range(8) if rank // 2 != number]]
+    assert [one["kind"] for one in world.watchers[number].answers()] == ["left_out"] * 2
+
+
+@nodes(2, "data0")
+def test_of_two_nodes_that_one_network_parts_one_goes_on(world: World) -> None:
+    """That with the lowest rank, as where they do not hear one another at all."""
+    world.net.cut_off(1, 1)
+    world.pass_time(SILENCE)
+    for watcher in world.watchers:
+        watcher.call()
+    world.pass_time(1)
+    assert world.going() == [[0, 1]]
 
 
 @nodes(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from butter_mpi.sentinel import door
-from butter_mpi.sentinel.door import Door, addresses, leaders
+from butter_mpi.sentinel.door import Door, leaders, networks
 
 ROWS: list[dict[str, Any]] = [
     {"name": "lo", "up": True, "addresses": ["127.0.0.1", "::1"]},
@@ -23,31 +24,42 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("names", "named", "found"),
+    ("names", "data", "named", "found"),
     [
-        (None, ["10.0.0.7"], ["10.0.0.7"]),
-        (None, ["127.0.1.1"], ["10.0.0.7", "10.1.0.7", "fd00::7"]),
-        (None, ["203.0.113.9"], ["10.0.0.7", "10.1.0.7", "fd00::7"]),
-        (None, [], ["10.0.0.7", "10.1.0.7", "fd00::7"]),
-        ("ib0,eth0", ["10.0.0.7"], ["10.1.0.7", "fd00::7", "10.0.0.7"]),
-        ("hsn0,ib0", [], ["10.1.0.7", "fd00::7"]),
-        ("eth1", ["10.0.0.7"], []),
-        ("lo", [], ["127.0.0.1", "::1"]),
+        (None, None, ["10.0.0.7"], [("", ["10.0.0.7"])]),
+        (None, None, ["127.0.1.1"], [("", ["10.0.0.7", "10.1.0.7", "fd00::7"])]),
+        (None, None, ["203.0.113.9"], [("", ["10.0.0.7", "10.1.0.7", "fd00::7"])]),
+        (None, None, [], [("", ["10.0.0.7", "10.1.0.7", "fd00::7"])]),
+        (None, "ib0", ["10.0.0.7"], [("", ["10.0.0.7"]), ("ib0", ["10.1.0.7", "fd00::7"])]),
+        (None, "ib0", [], [("", ["10.0.0.7"]), ("ib0", ["10.1.0.7", "fd00::7"])]),
+        (None, "eth0", ["10.0.0.7"], [("", ["10.0.0.7"])]),
+        (None, "eth1", ["10.0.0.7"], [("", ["10.0.0.7"])]),
+        ("ib0,eth0,ib0", "lo", ["10.0.0.7"], [("ib0", ["10.1.0.7", "fd00::7"]), ("eth0", ["10.0.0.7"])]),
+        ("eth0,hsn0|ib0|lo", None, [], [("eth0", ["10.0.0.7"]), ("ib0", ["10.1.0.7", "fd00::7"])]),
+        ("hsn0|usb0,ib0", None, [], [("hsn0|usb0", []), ("ib0", ["10.1.0.7", "fd00::7"])]),
+        ("eth1", None, ["10.0.0.7"], [("eth1", [])]),
+        ("lo", None, [], [("lo", ["127.0.0.1", "::1"])]),
     ],
 )
-def test_addresses(monkeypatch: pytest.MonkeyPatch, names: str | None, named: list[str], found: list[str]) -> None:
-    """Those of the named interfaces, in that order; else of the host's name, where others can use it; else of all."""
+def test_networks(
+    monkeypatch: pytest.MonkeyPatch,
+    names: str | None,
+    data: str | None,
+    named: list[str],
+    found: list[tuple[str, list[str]]],
+) -> None:
+    """Those that are named; else that of the host's name, where others can use it, or all; and that of the data."""
     monkeypatch.setattr(door, "interfaces", lambda: ROWS)
     monkeypatch.setattr(door, "_named", lambda: named)
     monkeypatch.setattr(door, "_own", lambda address: any(address in row["addresses"] for row in ROWS))
-    assert addresses(names) == found
+    assert networks(names, data) == found
 
 
 def test_machine_without_a_network_has_its_inner_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several nodes of one machine (containers, say) meet there."""
     monkeypatch.setattr(door, "interfaces", lambda: ROWS[:2])
     monkeypatch.setattr(door, "_named", lambda: ["127.0.1.1"])
-    assert addresses(None) == ["127.0.0.1", "::1", "172.17.0.1"]
+    assert networks(None) == [("", ["127.0.0.1", "::1", "172.17.0.1"])]
 
 
 def test_own_address_is_known() -> None:
@@ -66,7 +78,7 @@ def doors() -> Iterator[Callable[..., list[Door]]]:
     made: list[Door] = []
 
     def make(offers: list[dict[str, str]], names: str | None = "lo") -> list[Door]:
-        made.extend(Door(offers, rank, names, 60) for rank in range(len(offers)))
+        made.extend(Door(offers, rank, names, None, 60) for rank in range(len(offers)))
         return made
 
     yield make
@@ -92,8 +104,10 @@ def test_only_the_first_two_nodes_listen_and_only_rank_0_makes_the_secret(
     configs = [one.config(said) for one in every]
     assert [one["me"] for one in configs] == [0, 1, 0, 2, 2]
     assert [ranks for _, ranks in configs[4]["nodes"]] == [[0, 2], [1], [3, 4]]
-    assert all(one["hubs"] == [said[2]["at"], said[1]["at"]] and one["patience"] == 30 for one in configs)
-    for address, port in said[2]["at"]:
+    assert all(one["patience"] == 30 and [each["network"] for each in one["networks"]] == ["lo"] for one in configs)
+    assert all(one["networks"][0]["hubs"] == [said[2]["at"][0][1], said[1]["at"][0][1]] for one in configs)
+    assert [len(one["networks"][0]["listeners"]) for one in configs] == [0, 2, 2, 0, 0]
+    for address, port in said[2]["at"][0][1]:
         socket.create_connection((address, port), timeout=5).close()
 
 
@@ -105,9 +119,30 @@ def test_job_of_one_node_opens_nothing(doors: Callable[..., list[Door]]) -> None
 
 def test_where_a_hub_cannot_listen_all_say_so(doors: Callable[..., list[Door]]) -> None:
     """With the interfaces that there are, and what helps."""
-    every = doors(OFFERS, "hsn7")
+    every = doors(OFFERS, "lo,hsn7")
     said = [json.loads(one.payload()) for one in every]
     for one in every:
         refusal = one.refusal(said)
-        assert "rank 1: no interface of watch_interface=hsn7 has an address; there are lo (127.0.0.1" in refusal
-        assert "rank 2: " in refusal and "rank 3: " not in refusal and "BUTTER_MPI_WATCH=node" in refusal
+        assert "rank 1: hsn7 of watch_interface=lo,hsn7 has no address; there are lo (127.0.0.1" in refusal
+        assert "rank 2: " in refusal and "rank 3: " not in refusal
+        assert "Name interfaces that these hosts have" in refusal and "Open" not in refusal
+
+
+def test_further_networks_have_secrets_and_listeners_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, doors: Callable[..., list[Door]]
+) -> None:
+    """A network that only one of the first two hosts has for its data is none; one that is named must be on both."""
+    rows = [{"name": name, "up": True, "addresses": [f"127.0.0.{end}"]} for name, end in (("a0", 2), ("b0", 3))]
+    monkeypatch.setattr(door, "interfaces", lambda: rows)
+    every = doors(OFFERS, "a0,b0")
+    said = [json.loads(one.payload()) for one in every]
+    (first, second) = every[2].config(said)["networks"]
+    assert [first["network"], second["network"]] == ["a0", "b0"] and first["secret"] != second["secret"]
+    assert [at for (at,) in second["hubs"]] == [said[2]["at"][1][1][0], said[1]["at"][1][1][0]]
+    (listener,) = second["listeners"]
+    with socket.socket(fileno=os.dup(listener)) as own:
+        assert own.getsockname()[0] == "127.0.0.3"
+    said[1] |= {"names": "a0", "at": said[1]["at"][:1]}
+    assert "on one host than on another: a0,b0 on rank 2, a0 on rank 1" in every[0].refusal(said)
+    said[1]["names"] = said[2]["names"] = None
+    assert not every[0].refusal(said) and len(every[4].config(said)["networks"]) == 1

@@ -18,6 +18,7 @@ import pytest
 from helpers.net import TICK, Net, Node, listener
 
 from butter_mpi.sentinel import connections
+from butter_mpi.sentinel.door import ALONE
 
 FUZZ_SECONDS = float(os.environ.get("BUTTER_MPI_TEST_FUZZ_SECONDS") or 1)
 
@@ -41,12 +42,11 @@ GONE: dict[str, Any] = {"rank": 4, "text": "rank 4 was killed"}
 
 def test_a_node_alone_begins_and_ends_by_itself() -> None:
     """Without other nodes nothing is waited for."""
-    config: dict[str, Any] = {"me": 0, "nodes": [("n0", [0])], "hubs": [], "listeners": [], "secret": "", "patience": 1}
-    node = Node(config)
-    node.links.up()
+    node = Node(ALONE)
+    node.networks.up()
     node.links.publish("gone", rank=0, text="")
-    node.links.tick(100, False)
-    assert node.told("begun") == [{}] and not node.accused and not node.links.awake and node.links.finish()
+    node.networks.tick(100, False)
+    assert node.told("begun") == [{}] and not node.accused and not node.links.awake and node.networks.finish()
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
