@@ -85,19 +85,28 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def disturbed(hosts: Hosts) -> Iterator[Scene]:
-    """On two hosts something of each job is stopped or killed; two others are cut off for 3 s, later for good."""
+    """On two hosts something of each job is stopped or killed; two others are cut off for 3 s, later for good.
+
+    Of two more pairs each loses one of its networks.
+    """
     with contextlib.ExitStack() as stack:
-        others = stack.enter_context(Hosts(2))
+        others, *parted = (stack.enter_context(Hosts(2)) for _ in range(3))
         jobs: dict[str, Job] = {}
         for mpi, options in OPTIONS.items():
             for what in ("frozen rank", "killed watcher", "frozen host", "cut"):
                 place, program = (others, AGAIN) if what == "cut" else (hosts, STAY)
                 jobs[f"{what}, {mpi}"] = stack.enter_context(place.start_job(2, program, mpi=mpi, options=options))
+            for network, place in zip((DATA, CONTROL), parted, strict=True):
+                jobs[f"no {network}, {mpi}"] = stack.enter_context(
+                    place.start_job(2, STAY, mpi=mpi, env={"BUTTER_MPI_WATCH_INTERFACE": "ctl0,data0"}, options=options)
+                )
         jobs["frozen in the end"] = stack.enter_context(
             hosts.start_job(2, CLOSED, mpi="openmpi", options=OPTIONS["openmpi"])
         )
         for job in jobs.values():
             standing(job)
+        for network, place in zip((DATA, CONTROL), parted, strict=True):
+            place.cut(2, network)
         scene = Scene(jobs, {name: _harm(name, job) for name, job in jobs.items()}, others)
         others.cut(2, CONTROL, DATA)
         began = time.monotonic()
@@ -150,6 +159,20 @@ def test_frozen_host_is_named_on_the_other_one(disturbed: Scene, mpi: str) -> No
     when, text = raised(disturbed.jobs[name], 0)
     assert text.startswith("(1,) ") and "no word from host host2 (rank 1) for 4." in text, text
     assert 3.5 <= when - disturbed.at[name] <= _WITHIN, (when - disturbed.at[name], text)
+
+
+@BOTH
+@pytest.mark.parametrize("network", [DATA, CONTROL])
+def test_loss_of_one_of_two_networks_is_named(disturbed: Scene, mpi: str, network: str) -> None:
+    """Over the one that is left what one host sees is told to the other, unless that has seen it by then."""
+    name = f"no {network}, {mpi}"
+    for rank in (0, 1):
+        when, text = raised(disturbed.jobs[name], rank)
+        said = re.search(r"no word from host host\d \(rank (\d)\) over (\w+)0 for 4\.\d s: cut off", text)
+        assert said and text.startswith(f"({said[1]},) ") and said[2] == network, text
+        # What is found travels over the first one: where that is lost, it is not known what the others hear.
+        assert ("as it is heard over another network" in text) == (network == DATA), text
+        assert 3.5 <= when - disturbed.at[name] <= _WITHIN, (when - disturbed.at[name], text)
 
 
 def test_killed_rank_is_raised_on_the_other_host(hosts: Hosts) -> None:
@@ -221,26 +244,28 @@ def test_start_over_a_network_that_leads_nowhere(disturbed: Scene) -> None:
     for rank, out in enumerate(result.rank_out):
         assert out.startswith("refused ") and float(out.split()[1]) < 8, result.text
         assert HELP.search(out), out
+        at = r"127\.0\.0\.1 port \d+"
         said = (
-            r"host host1, at 127\.0\.0\.1 port \d+.* was not reached by that of host host2 \(rank 1\)",
-            r"host host2 cannot reach that of host host1 \(rank 0\) at 127\.0\.0\.1 port \d+ \(Connection refused\)",
+            rf"host host1, at {at}.* was not reached over lo by that of host host2 \(rank 1\)",
+            rf"host host2 cannot reach over lo that of host host1 \(rank 0\) at {at} \(Connection refused\)",
         )
         assert re.search(said[rank], out), out
 
 
 def test_start_over_a_network_that_is_not_there(hosts: Hosts) -> None:
     """Every rank says which interfaces there are."""
-    with hosts.start_job(2, REFUSED, mpi="mpich", env={"BUTTER_MPI_WATCH_INTERFACE": "ib7"}) as job:
+    with hosts.start_job(2, REFUSED, mpi="mpich", env={"BUTTER_MPI_WATCH_INTERFACE": "data0,ib7|ib8"}) as job:
         result = job.wait(20)
     for out in result.rank_out:
-        assert "rank 0: no interface of watch_interface=ib7 has an address; there are lo (127.0.0.1" in out, out
-        assert out.startswith("refused ") and HELP.search(out), out
+        assert "rank 0: ib7|ib8 of watch_interface=data0,ib7|ib8 has no address; there are lo (127.0.0.1" in out, out
+        assert out.startswith("refused ") and "Name interfaces that these hosts have by watch_interface" in out, out
 
 
 def test_ends_well_and_leaves_nothing(hosts: Hosts) -> None:
-    """With links, also over the other network, and without them: nothing of a job or a watcher is left."""
+    """With links, also over both networks, and without them: nothing of a job or a watcher is left."""
     program = REFUSED.replace("    butter_mpi.init", "    comm = butter_mpi.init") + "comm.barrier(); comm.close()\n"
-    settings: list[dict[str, str]] = [{}, {"BUTTER_MPI_WATCH_INTERFACE": "ib7,data0"}, {"BUTTER_MPI_WATCH": "node"}]
+    both = {"BUTTER_MPI_WATCH_INTERFACE": "ctl0,ib7|data0"}
+    settings: list[dict[str, str]] = [{}, both, {"BUTTER_MPI_WATCH": "node"}]
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(hosts.start_job(2, program, mpi="mpich", env=env)) for env in settings]
         for job in jobs:

@@ -98,11 +98,11 @@ class Cell:
     def lost(self, rank: int) -> list[tuple[int, ...]]:
         """Return whom a rank may name as lost: whoever is gone; of two sides that are cut off each the other one.
 
-        Where MPI's network stands, one side tells the other what it sees, and that is then the first cause of both.
+        Where a network stands, one side tells the other what it sees, and that is then the first cause of both.
         """
         gone = FAULTS[self.fault].gone or (VICTIM,)
         others = tuple(other for other in range(self.ranks) if other not in gone)
-        if self.fault == "cut-control":
+        if self.fault in ("cut-control", "cut-data"):
             return [gone, others]
         return [others if self.kind == "cut" and rank == VICTIM else gone]
 

@@ -15,7 +15,7 @@ from helpers.hosts import CONTROL, DATA, Hosts
 from helpers.job import GRACE, Job, JobFailure
 
 from matrix.cells import Cell
-from matrix.table import FAULTS, MENDED, NOTHING, STRUCK, VICTIM
+from matrix.table import FAULTS, HOST, MENDED, NOTHING, STRUCK, VICTIM
 
 NUMBER = VICTIM + 1
 """The host of the victim."""
@@ -25,8 +25,10 @@ _ALL_KNOW_SECONDS = 12.0
 
 
 def environment(cell: Cell) -> dict[str, str]:
-    """Return what a cell needs: links over MPI's network, where the loss of that one shall be seen by them."""
-    return {"BUTTER_MPI_WATCH_INTERFACE": "data0"} if cell.fault == "cut-data" else {}
+    """Return what a cell needs to see the loss of either network: on the nccl plane that NCCL's is named."""
+    if cell.kind != "cut":
+        return {}
+    return {"BUTTER_MPI_WATCH_INTERFACE": "ctl0,data0"} if cell.plane == HOST else {"NCCL_SOCKET_IFNAME": "data0"}
 
 
 def _cut(cell: Cell) -> tuple[str, ...]:

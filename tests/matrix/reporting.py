@@ -49,11 +49,12 @@ Milliseconds from the fault, where a rank is late from the begin of the wait: me
     HOSTS_PART: """
 ## Several hosts
 
-Each rank has a host of its own, which is a network name space: one network carries the launcher and the watchers'
-links, another one MPI. The bound of a rank that was killed is 500 ms, that of all else 5 s; of two sides that are cut
-off each names the other, but that MPI's network, where it stands (`cut-control`), carries what one side saw first to
-both. On the nccl plane the stand-in of NCCL uses no network, so a cut is one of the links. What the links do not see
-(`cut-unseen`) is found by the operations that wait, at their deadline of 10 s.
+Each rank has a host of its own, which is a network name space: one network carries the launcher, another one MPI. The
+watchers have links over both, where `watch_interface`, or on the nccl plane `NCCL_SOCKET_IFNAME`, names the second. The
+bound of a rank that was killed is 500 ms, that of all else 5 s; of two sides that are cut off each names the other, but
+that a network that stands carries what one side saw first to both. On the nccl plane the stand-in of NCCL uses no
+network, so a cut is one of the links. What the links do not see (`cut-unseen`) is found by the operations that wait, at
+their deadline of 10 s.
 
 """,
     RECOVERY_PART: f"""

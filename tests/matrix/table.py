@@ -159,9 +159,9 @@ FAULTS = {
         Fault("host-kill", "host", BETWEEN, "a host loses its networks, and all its processes"),
         Fault("host-freeze", "host", BETWEEN, "all processes of a host are stopped"),
         Fault("cut-both", "cut", BETWEEN, "a host is cut off from both networks", **_ALIVE),
-        Fault("cut-control", "cut", BETWEEN, "a host is cut off from the launcher's network, that of the links", True),
-        Fault("cut-data", "cut", BETWEEN, "a host is cut off from MPI's network, and here that of the links", True),
-        Fault("cut-unseen", "unseen", ("wait", "mpi"), "a host is cut off from MPI's network alone", True, (HOST,)),
+        Fault("cut-control", "cut", BETWEEN, "a host is cut off from the launcher's network alone", **_ALIVE),
+        Fault("cut-data", "cut", BETWEEN, "a host is cut off from the network of MPI, or NCCL, alone", **_ALIVE),
+        Fault("cut-unseen", "unseen", ("wait", "mpi"), "the same, where no name tells the links of it", True, (HOST,)),
     )
 }
 # The stand-in alone can be told to do this.

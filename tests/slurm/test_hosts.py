@@ -109,7 +109,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
                 begin(name, mpi)
             begin("killed rank of a step that ends", mpi, ENDS)
             begin("cut control", mpi)
-            begin("cut both", mpi, BUTTER_MPI_WATCH_INTERFACE="data0")
+            begin("cut data", mpi, BUTTER_MPI_WATCH_INTERFACE="ctl0,data0")
         how = {"env": on_standins()["env"], "options": [GOES_ON, "--nodes=2", "--ntasks-per-node=2"], "timeout": 60.0}
         jobs["shrinks"] = stack.enter_context(slurm.start_job(4, SHRINKS, **how))
         for name, job in jobs.items():
@@ -125,16 +125,25 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         for name in harmed:
             raised(jobs[name], 0)
         jobs["shrinks"].wait_for("again ", 0)
-        for networks, name in (([CONTROL], "cut control"), ([DATA], "cut both")):
-            hosts.cut(2, *networks)
+
+        def cut(network: str, name: str, unharmed: str = "") -> None:
+            hosts.cut(2, network)
             for mpi in MPIS:
                 at[f"{name}, {mpi}"] = time.monotonic()
             for mpi in MPIS:
                 for rank in (0, 1):
                     raised(jobs[f"{name}, {mpi}"], rank)
-                if name == "cut control":
+                if unharmed:
                     # Its links are on the other network.
-                    go_on(jobs[f"cut both, {mpi}"])
+                    go_on(jobs[f"{unharmed}, {mpi}"])
+
+        cut(DATA, "cut data", "cut control")
+        hosts.mend(2, DATA)
+        for mpi in MPIS:
+            begin("cut both", mpi, BUTTER_MPI_WATCH_INTERFACE="data0")
+            standing(jobs[f"cut both, {mpi}"])
+        cut(CONTROL, "cut control", "cut both")
+        cut(DATA, "cut both")
         yield Scene(hosts, jobs, at, files)
         hosts.mend(2, CONTROL, DATA)
 
@@ -186,6 +195,16 @@ def test_host_that_is_cut_off(scene: Scene, mpi: str, how: str) -> None:
         assert 3.5 <= seconds <= _WITHIN, (seconds, text)
     found = verdicts(scene.files / f"{how}, {mpi}")
     assert {name: one["verdict"]["lost"] for name, one in found.items()} == {"host1": [1], "host2": [0]}, found
+
+
+@BOTH
+def test_host_that_one_of_two_networks_loses(scene: Scene, mpi: str) -> None:
+    """What one side sees is told to the other over the network that stands, and is in the file of both."""
+    for rank in (0, 1):
+        seconds, text = told(scene, f"cut data, {mpi}", rank)
+        assert " over data0 for 4." in text and "as it is heard over another network" in text, text
+        assert 3.5 <= seconds <= _WITHIN, (seconds, text)
+    assert set(verdicts(scene.files / f"cut data, {mpi}")) == {"host1", "host2"}
 
 
 def test_survivors_go_on(scene: Scene) -> None:
