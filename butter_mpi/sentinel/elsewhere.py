@@ -107,9 +107,12 @@ class Elsewhere:
 
     def silent(self) -> set[int]:
         """Return the ranks of nodes that are cut off: what became of them is not known."""
+        return self.ranks_of(self.links.cut)
+
+    def ranks_of(self, nodes: Iterable[int]) -> set[int]:
+        """Return the ranks of some nodes that are not known to have died."""
         dead = self._said["gone"]
-        firsts = [first for node in self.links.cut for first in self._of_node.get(node, ()) if first not in dead]
-        return {self._numbers[first] for first in firsts}
+        return {self._numbers[one] for node in nodes for one in self._of_node.get(node, ()) if one not in dead}
 
     @property
     def decides(self) -> int | None:

@@ -36,7 +36,7 @@ _MOST_TOLD, _LONGEST_TOLD, _SHORT_TOLD, _LONGEST_TEXT, _MOST_LOST = 8, 1000, 100
 
 @dataclass
 class _Scene:
-    """What the ranks of one node call, and which of them cannot go on.
+    """What the ranks of one node call, which of them cannot go on, and from which nodes that one is cut off.
 
     Of each that has come what it calls, its numbers, its limit, and the number of that call, which no other one has.
     """
@@ -44,6 +44,7 @@ class _Scene:
     come: dict[int, tuple[str, int, int, float, int]] = field(default_factory=dict)
     elsewhere: dict[int, str] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
+    cut: frozenset[int] = frozenset()
 
     def fields(self) -> dict[str, Any]:
         """Return it as a message says it: the texts of many are cut."""
@@ -52,7 +53,8 @@ class _Scene:
             for place, (rank, text) in enumerate(self.lost.items())
         ]
         come = [[rank, *call] for rank, call in self.come.items()]
-        return {"come": come, "elsewhere": [*map(list, self.elsewhere.items())], "lost": lost}
+        elsewhere = [*map(list, self.elsewhere.items())]
+        return {"come": come, "elsewhere": elsewhere, "lost": lost, "cut": spans(sorted(self.cut))}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> _Scene:
@@ -62,7 +64,7 @@ class _Scene:
             for rank, what, sequence, pairs, limit, turn in fields["come"]
         }
         elsewhere, lost = ({int(rank): str(text) for rank, text in fields[name]} for name in ("elsewhere", "lost"))
-        return cls(come, elsewhere, lost)
+        return cls(come, elsewhere, lost, frozenset(of_spans(fields["cut"])))
 
 
 class Relay:
@@ -210,6 +212,7 @@ class Relay:
             self._undecided = 0.0
             return
         self._own.lost = {number: why for number, rank in self._ranks().items() if (why := self._lost(rank))}
+        self._own.cut = self._elsewhere.links.cut
         decides = self._elsewhere.decides
         if self._elsewhere.several:
             self._show(bool(passed))
@@ -222,7 +225,7 @@ class Relay:
     def _show(self, again: bool) -> None:
         """Show the hubs what is new here; while ranks wait, at each look."""
         if self._own != self._shown or (again and self._own.come):
-            self._shown = _Scene(dict(self._own.come), dict(self._own.elsewhere), dict(self._own.lost))
+            self._shown = _Scene(dict(self._own.come), dict(self._own.elsewhere), dict(self._own.lost), self._own.cut)
             self._elsewhere.links.main.say("gathering", True, generation=self._generation, **self._own.fields())
 
     def _decide(self, passed: float) -> None:
@@ -231,14 +234,26 @@ class Relay:
             self._take(node, scene)
         if not self._gathering.open:
             return
-        lost = {**self._elsewhere.of("stopped"), **self._elsewhere.of("gone")}
+        parted = self._elsewhere.ranks_of(self._parted())
+        text = "its host hears, over one of their networks, no word from this one"
+        lost = dict.fromkeys(parted, text) | self._elsewhere.of("stopped") | self._elsewhere.of("gone")
         for scene in scenes.values():
             lost |= scene.lost
         expected = set(self._elsewhere.ranks) - lost.keys()
         for decision in self._gathering.look(expected, lost, passed, self._name):
             for scene in scenes.values():
                 self._answered |= {rank: call[-1] for rank, call in scene.come.items() if rank in decision.ranks}
-            self._publish(self._checked(decision))
+            self._publish(self._checked(decision, parted))
+
+    def _parted(self) -> set[int]:
+        """Return the nodes that this one may hear, but that are not to be met, as they do not hear it.
+
+        Over one of several networks they may have found that before it is found here: they go on without this node, or
+        refuse to, and here nothing else must be decided. Whoever says so has cut off this node together with others,
+        and goes on with the rest.
+        """
+        said = [scene.cut for node, scene in self._others.items() if not self._elsewhere.links.main.away(node)]
+        return {node for cut in said if self._me in cut for node in self._elsewhere.nodes - cut}
 
     def _take(self, node: int, scene: _Scene) -> None:
         """Take over what the ranks of a node call now."""
@@ -251,11 +266,11 @@ class Relay:
             self._gathering.come(rank, what, sequence, pairs, limit)
         self._taken[node] = {*come, *scene.elsewhere}
 
-    def _checked(self, decision: Agreed | Refused) -> Agreed | Refused:
+    def _checked(self, decision: Agreed | Refused, parted: set[int]) -> Agreed | Refused:
         """Return a decision; where ranks on nodes that are cut off may go on too, at most one part may."""
         if isinstance(decision, Refused) or decision.what != SHRINK:
             return decision
-        silent = self._elsewhere.silent()
+        silent = self._elsewhere.silent() | parted
         if outvoted(decision.ranks, silent):
             text = (
                 f"{ranks_text(sorted(silent))} cannot be reached, and may live: only the part of more ranks goes on, "

@@ -45,7 +45,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "show": {"epoch": int, "first": int, "last": int},
     "shown": {"epoch": int, "first": int, "last": int, "rank": int, "entries": list},
     # what ranks call together after a failure, from each node to the hubs; and their letters, between any two nodes
-    "gathering": {"generation": int, "come": list, "elsewhere": list, "lost": list},
+    "gathering": {"generation": int, "come": list, "elsewhere": list, "lost": list, "cut": list},
     "mail": {**_LETTER, "generation": int, "by": int, "ranks": list, "letter": str, "body": dict},
     "got": _LETTER,
     # from one watcher to all, handed on by each that has not had it

@@ -143,6 +143,27 @@ def test_of_two_nodes_that_one_network_parts_one_goes_on(world: World) -> None:
     assert world.going() == [[0, 1]]
 
 
+@pytest.mark.parametrize(("what", "going"), [(SHRINK, {2: [[0, 1]], 4: [[2, 3, 4, 5, 6, 7]]}), (RECONNECT, {})])
+@pytest.mark.parametrize("world", [(2, "data0"), (4, "data0")], indirect=True)
+def test_hub_that_others_have_cut_off_decides_nothing_for_them(
+    world: World, what: str, going: dict[int, list[list[int]]]
+) -> None:
+    """Over the main network the first hub still hears what all ranks call, when it does not know of the loss yet."""
+    world.net.cut_off(0, 1)
+    world.net.nodes[1].networks.tick(TICK, True)
+    while not world.net.nodes[1].accused:
+        world.net.pass_time(TICK)
+    assert not world.net.nodes[0].accused and not world.net.nodes[0].networks.cut
+    for watcher in world.watchers:
+        watcher.call(what)
+    # The first hub sees last what the others call, and all that they have decided on.
+    for watcher in reversed(world.watchers):
+        watcher.relay.look(0.0)
+        world.net.settle()
+    world.pass_time(1)
+    assert world.going() == going.get(len(world.watchers), [])
+
+
 @nodes(3)
 def test_loss_of_the_first_hub_leaves_the_second_to_decide(world: World) -> None:
     """Its watcher is silent: its ranks are left out by all others, and told so where they run again."""
