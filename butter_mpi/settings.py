@@ -89,8 +89,11 @@ def _path(name: str, value: Any) -> str | None:
 
 
 def _interfaces(name: str, value: Any) -> str | None:
-    if not isinstance(value, str) or not all(re.fullmatch(r"[^\s,/]{1,15}", one) for one in value.split(",")):
-        raise ValueError(f"{name} must name network interfaces, with commas (eth0,ib0); got {shown(value)}")
+    if not isinstance(value, str) or not all(re.fullmatch(r"[^\s,|/]{1,15}", one) for one in re.split("[,|]", value)):
+        raise ValueError(
+            f"{name} must name network interfaces, with commas, or bars between names of one network on different "
+            f"hosts (eth0,ib0|hsn0); got {shown(value)}"
+        )
     return value
 
 

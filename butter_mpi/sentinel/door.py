@@ -64,11 +64,16 @@ def networks(names: str | None, data: str | None = None) -> list[tuple[str, list
     """
     rows = {row["name"]: row["addresses"] for row in interfaces() if row["up"]}
     if names is not None:
-        return [_first(one, rows) for one in dict.fromkeys(names.split(","))]
-    main, beside = _main(rows), _usable(rows.get(data, ())) if data else []
+        # Two names may mean one interface here.
+        return list(dict(_first(one, rows) for one in names.split(",")).items())
+    named = _usable(one for one in _named() if not _local(one) and _own(one))
+    main, beside = named or _any(rows), [one for one in _usable(rows.get(data or "", ())) if not _local(one)]
     # Another network than that of the host's name, or than others of this host.
     rest = [one for one in main if one not in beside]
-    return [("", rest), (str(data), beside)] if beside and rest else [("", main)]
+    if not (beside and rest):
+        return [("", main)]
+    # Where the name does not tell, that of the data may be the only one that leads to other hosts.
+    return [("", rest if named else [*rest, *beside]), (str(data), beside)]
 
 
 def _first(names: str, rows: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
@@ -77,12 +82,10 @@ def _first(names: str, rows: Mapping[str, Sequence[str]]) -> tuple[str, list[str
     return found[0] if found else (names, [])
 
 
-def _main(rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the addresses of the host's name, or else of others that this host has."""
-    named = [one for one in _named() if not _local(one) and _own(one)]
+def _any(rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the addresses that this host has; those of the machine's inner interfaces where there are no others."""
     outer = [one for name, every in rows.items() if not name.startswith(_INSIDE) for one in every]
-    inner = [one for every in rows.values() for one in every]
-    return next((usable for found in (named, outer, inner) if (usable := _usable(found))), [])
+    return _usable(outer) or _usable(one for every in rows.values() for one in every)
 
 
 def _usable(found: Iterable[str]) -> list[str]:
@@ -204,13 +207,18 @@ class Door:
         return {number: said[number] for number in [self._leaders[node] for node in self._nodes][:HUBS]}
 
     def refusal(self, said: Sequence[Mapping[str, Any]]) -> str:
-        """Return why watchers cannot be linked, with the remedy; empty: they can be."""
+        """Return why watchers cannot be linked, with the remedy; empty: they can be.
+
+        Names are those of each host: that they stand in one order cannot be seen here.
+        """
         if failures := [f"rank {number}: {one['failure']}" for number, one in enumerate(said) if one["failure"]]:
             return f"no watcher can listen for those of other nodes: {'; '.join(failures)}"
         hubs = self._hubs(said)
-        if len({(one["names"] or "").count(",") + bool(one["names"]) for one in hubs.values()}) > 1:
+        fewest = min(len(one["at"]) for one in hubs.values())
+        if any(one["names"] is not None and len(one["at"]) > fewest for one in hubs.values()):
             named = ", ".join(f"{one['names']} on rank {number}" for number, one in hubs.items())
-            return f"watch_interface names another number of networks on one host than on another: {named}"
+            text = f"watch_interface names more networks on one host than on another: {named}"
+            return f"{text}. Name as many on every host, in one order (BUTTER_MPI_WATCH_INTERFACE)"
         return ""
 
     def config(self, said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,11 +31,14 @@ ROWS: list[dict[str, Any]] = [
         (None, None, ["203.0.113.9"], [("", ["10.0.0.7", "10.1.0.7", "fd00::7"])]),
         (None, None, [], [("", ["10.0.0.7", "10.1.0.7", "fd00::7"])]),
         (None, "ib0", ["10.0.0.7"], [("", ["10.0.0.7"]), ("ib0", ["10.1.0.7", "fd00::7"])]),
-        (None, "ib0", [], [("", ["10.0.0.7"]), ("ib0", ["10.1.0.7", "fd00::7"])]),
+        (None, "ib0", [], [("", ["10.0.0.7", "10.1.0.7", "fd00::7"]), ("ib0", ["10.1.0.7", "fd00::7"])]),
+        (None, "lo", ["10.0.0.7"], [("", ["10.0.0.7"])]),
+        (None, "hsn0", ["10.0.0.7"], [("", ["10.0.0.7"])]),
         (None, "eth0", ["10.0.0.7"], [("", ["10.0.0.7"])]),
         (None, "eth1", ["10.0.0.7"], [("", ["10.0.0.7"])]),
         ("ib0,eth0,ib0", "lo", ["10.0.0.7"], [("ib0", ["10.1.0.7", "fd00::7"]), ("eth0", ["10.0.0.7"])]),
         ("eth0,hsn0|ib0|lo", None, [], [("eth0", ["10.0.0.7"]), ("ib0", ["10.1.0.7", "fd00::7"])]),
+        ("eth0|ib0,hsn0|eth0", None, [], [("eth0", ["10.0.0.7"])]),
         ("hsn0|usb0,ib0", None, [], [("hsn0|usb0", []), ("ib0", ["10.1.0.7", "fd00::7"])]),
         ("eth1", None, ["10.0.0.7"], [("eth1", [])]),
         ("lo", None, [], [("lo", ["127.0.0.1", "::1"])]),
@@ -143,6 +146,34 @@ def test_further_networks_have_secrets_and_listeners_of_their_own(
     with socket.socket(fileno=os.dup(listener)) as own:
         assert own.getsockname()[0] == "127.0.0.3"
     said[1] |= {"names": "a0", "at": said[1]["at"][:1]}
-    assert "on one host than on another: a0,b0 on rank 2, a0 on rank 1" in every[0].refusal(said)
+    refusal = every[0].refusal(said)
+    assert "names more networks on one host than on another: a0,b0 on rank 2, a0 on rank 1. Name as many" in refusal
     said[1]["names"] = said[2]["names"] = None
     assert not every[0].refusal(said) and len(every[4].config(said)["networks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        ("a0,b0", "b0,c0", False),
+        ("a0,b0", "a0|b0,a0", True),
+        ("a0,b0,a0", "a0,b0,c0", True),
+        ("a0,a0", "a0", False),
+        (None, "a0", False),
+        (None, "a0,b0", True),
+    ],
+)
+def test_first_two_hosts_name_as_many_networks(
+    monkeypatch: pytest.MonkeyPatch,
+    doors: Callable[..., list[Door]],
+    first: str | None,
+    second: str,
+    refused: bool,
+) -> None:
+    """One that is named twice is one; what only one of them has by default is not watched."""
+    rows = [{"name": f"{name}0", "up": True, "addresses": [f"127.0.0.{end}"]} for end, name in enumerate("abc", 2)]
+    monkeypatch.setattr(door, "interfaces", lambda: rows)
+    monkeypatch.setattr(door, "_named", list)
+    offers = [{"node": node, "unable": ""} for node in "ab"]
+    said = [json.loads(doors(offers, names)[-2:][rank].payload()) for rank, names in enumerate((first, second))]
+    assert bool(doors(offers)[0].refusal(said)) == refused

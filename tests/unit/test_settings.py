@@ -34,7 +34,8 @@ def test_arguments_win_over_variables_and_those_over_defaults() -> None:
         ),
         ({"BUTTER_MPI_REQUIRE_TRANSPORT": "TCP"}, "must be one of P2P, SHM, NET/IB, NET/Socket; got 'TCP'"),
         ({"BUTTER_MPI_WATCH": "host"}, "must be one of on, debugger, node, off; got 'host'"),
-        ({"BUTTER_MPI_WATCH_INTERFACE": "eth0, ib0"}, r"must name network interfaces, with commas \(eth0,ib0\)"),
+        ({"BUTTER_MPI_WATCH_INTERFACE": "eth0, ib0"}, "must name network interfaces, with commas"),
+        ({"BUTTER_MPI_WATCH_INTERFACE": "eth0|"}, r"or bars between names of one network on different hosts \(eth0,"),
         ({"BUTTER_MPI_WATCH_INTERFACE": "/dev/net"}, "BUTTER_MPI_WATCH_INTERFACE must name network interfaces"),
         ({"BUTTER_MPI_ACTION": "shrug"}, "BUTTER_MPI_ACTION must be one of raise, abort, shrink; got 'shrug'"),
         ({"BUTTER_MPI_START_DEADLINE": "9" * 5000}, r"9\.\.\. \(5002 characters\)$"),
@@ -89,6 +90,12 @@ def test_file_of_the_watcher_is_a_path_and_needs_it(name: str, tmp_path: Path) -
             resolved(wrong, {})
     with pytest.raises(ValueError, match=f"{name} needs the watcher"):
         resolved("v", {"BUTTER_MPI_WATCH": "off"})
+
+
+def test_names_of_interfaces_are_as_long_as_the_kernel_allows() -> None:
+    """Each of them, however many there are."""
+    long = "enp129s0f0np0|enp65s0f1np1,ibp129s0|ibp65s0"
+    assert Settings.resolve({"BUTTER_MPI_WATCH_INTERFACE": long}).watch_interface == long
 
 
 def test_what_is_not_given_is_none() -> None:
