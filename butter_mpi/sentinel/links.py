@@ -130,6 +130,10 @@ class Links:
 
         return Channel(self._secret, self._me, number, self._may_call)
 
+    def __bool__(self) -> bool:
+        """Whether there is another node."""
+        return bool(self._peers)
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something for :meth:`serve`."""
         return self._connections.fileno()

@@ -53,6 +53,10 @@ class Networks:
         """The links that carry what is found."""
         return self._every[_MAIN]
 
+    def __bool__(self) -> bool:
+        """Whether there is another node."""
+        return bool(self.main)
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something for :meth:`serve`."""
         return self._poll.fileno()

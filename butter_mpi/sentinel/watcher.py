@@ -474,9 +474,12 @@ class Watcher:
         return {number: rank.reader.glance() for number, rank in self._ranks.items() if rank.reader is not None}
 
     def _settled(self, states: dict[int, str], glances: dict[int, Glance]) -> bool:
-        """Whether time alone changes nothing: nobody is stopped, and nothing waits, or is yet to be read."""
+        """Whether time alone changes nothing: nobody is stopped, and nothing waits, or is yet to be read.
+
+        Links need time, also where no rank is left on other nodes: their watchers wait for word of this one.
+        """
         awake = self._complete and set(states.values()) == {"alive"}
-        if not awake or self._elsewhere.several or self._left_out or self._relay.called:
+        if not awake or self._links or self._left_out or self._relay.called:
             return False
         if any(rank.leaving or rank.unsent for rank in self._ranks.values()):
             return False

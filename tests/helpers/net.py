@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from butter_mpi.sentinel.links import HUBS
 from butter_mpi.sentinel.networks import Networks
 
-__all__ = ["SECRET", "TICK", "Net", "Node", "listener"]
+__all__ = ["SECRET", "TICK", "Far", "Net", "Node", "listener"]
 
 SECRET = bytes(range(32))
 TICK = 0.2
@@ -38,9 +39,36 @@ class Node:
     def _accuse(self, ranks: Sequence[int], text: str, phase: str) -> None:
         self.accused.append((list(ranks), text, phase))
 
+    def hang_up(self) -> None:
+        """Close all connections, as the end of the process does."""
+        for links in self.networks._every:
+            for one in list(links._connections._all.values()):
+                one.sock.close()
+            for sock in links._connections._listeners.values():
+                sock.close()
+
+    def close(self) -> None:
+        """Close all that is open."""
+        self.hang_up()
+        for links in self.networks._every:
+            links._connections._poll.close()
+        self.networks._poll.close()
+
     def told(self, kind: str) -> list[dict[str, Any]]:
         """What it was told of this kind."""
         return [fields for one, fields in self.heard if one == kind]
+
+
+class Far(Node):
+    """One whose other end is in another process."""
+
+    def serve_until(self, holds: Callable[[], bool], within: float = 10) -> None:
+        """Take what comes until something holds; it does nothing by itself meanwhile."""
+        poll, end = select.poll(), time.monotonic() + within
+        poll.register(self.networks.fileno(), select.POLLIN)
+        while not holds():
+            assert poll.poll(max(0, 1e3 * (end - time.monotonic()))), "nothing comes"
+            self.networks.serve()
 
 
 class Net:
@@ -107,13 +135,8 @@ class Net:
 
     def kill(self, number: int) -> None:
         """End a watcher as SIGKILL does."""
-        node = self.nodes[number]
-        node.ended = True
-        for links in node.networks._every:
-            for one in list(links._connections._all.values()):
-                one.sock.close()
-            for sock in links._connections._listeners.values():
-                sock.close()
+        self.nodes[number].ended = True
+        self.nodes[number].hang_up()
 
     def cut_off(self, number: int, network: int) -> None:
         """Take a node off a network."""
@@ -137,11 +160,8 @@ class Net:
 
     def close(self) -> None:
         """Close all that is open."""
-        for number, node in enumerate(self.nodes):
-            self.kill(number)
-            for links in node.networks._every:
-                links._connections._poll.close()
-            node.networks._poll.close()
+        for node in self.nodes:
+            node.close()
         for sock in self.strangers:
             sock.close()
 

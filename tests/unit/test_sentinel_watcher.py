@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from helpers import processes
+from helpers.net import Far, listener
 from helpers.recordings import validator
 
 from butter_mpi.collectives import Operation
@@ -77,6 +78,7 @@ class Node:
         file: str = "",
         recorder_file: str = "",
         size: int = 8,
+        links: dict[str, Any] = ALONE,
     ) -> None:
         self.mark = uuid.uuid4().hex
         offer = Offer("on", 10)
@@ -94,7 +96,7 @@ class Node:
             "start": start,
             "frozen": True,
             "file": file,
-            "links": ALONE,
+            "links": links,
             "recordings": {"file": recorder_file, "about": ABOUT},
         }
         subprocess.run(
@@ -688,6 +690,33 @@ def test_what_comes_after_looks_that_saw_nothing_new(node: Callable[..., Node], 
                 recorder.write(Operation(kind, count, DType.UINT8, peer=peer, site="app/a.py:2"), number)
         message = messages.receive(sock)
         assert message is not None and message["notice"]["error"] == error, message
+
+
+def test_other_nodes_hear_it_also_where_no_rank_is_left_there(node: Callable[..., Node]) -> None:
+    """Ranks that others went on without may live there: links to them are made again, and tell them."""
+    sock = listener()
+    nodes = [["n00", [0]], ["n01", [1, 2]]]
+    network = {"network": "", "hubs": [[list(sock.getsockname())], []], "secret": "00" * 32}
+
+    def links(me: int, *listeners: int) -> dict[str, Any]:
+        return {"me": me, "nodes": nodes, "patience": 10, "networks": [{**network, "listeners": [*listeners]}]}
+
+    with contextlib.closing(Far(links(0, sock.detach()))) as hub:
+        hub.networks.up()
+        one = node(1, 2, size=3, links=links(1))
+        fakes = {rank: one.fake(rank) for rank in one.fakes}
+        hub.serve_until(lambda: bool(hub.told("begun")))
+        hub.links.publish("gone", rank=0, text="it was killed")
+        come = {"what": "shrink", "sequence": 1, "pairs": 0, "limit": 9.0}
+        for fake in fakes.values():
+            assert heard(fake)["kind"] == "ready"
+            told(fake, f"messages.send(sock, 'come', **{come})")
+        for fake in fakes.values():
+            assert heard(fake)["spans"] == [[1, 2]]
+        hub.serve_until(lambda: bool(hub.told("gathering")))
+        for _ in range(3):
+            hub.links._peers[1].silence = _LONG
+            hub.serve_until(lambda: hub.links.hears(1))
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
