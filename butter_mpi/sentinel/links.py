@@ -20,13 +20,15 @@ from butter_mpi.sentinel.connections import Connection, Connections
 if TYPE_CHECKING:
     from butter_mpi.sentinel.wire import Channel
 
-__all__ = ["COMPARED", "HUBS", "LETTERS", "REMEDY", "Links"]
+__all__ = ["COMPARED", "HUBS", "LETTERS", "REMEDY", "TAKEN_BACK", "Links"]
 
 HUBS = 2
 COMPARED = ("place", "lowest", "show", "shown")
 """Messages about what ranks of several nodes submit, which these links only carry."""
 LETTERS = ("mail", "got")
 """Messages from one node to another, which a hub carries between two that are not linked."""
+TAKEN_BACK = {"running": "stopped", "back": "cut"}
+"""What is said of a rank, or of the node that it is on, and what was said before is no more so by that."""
 _GATHERING = "gathering"
 REMEDY = (
     "Open the TCP ports of net.ipv4.ip_local_port_range between the nodes of the job, or name the network to use by "
@@ -45,7 +47,6 @@ _FAREWELL = 2.0
 _MOST_NAMED = 8
 _SUBJECTS = {"gone": "rank", "stopped": "rank", "running": "rank", "cut": "node", "back": "node", "notice": "epoch"}
 _SUBJECTS |= {"agreed": "generation", "declined": "generation"}
-_TAKEN_BACK = {"running": "stopped", "back": "cut"}
 
 
 class _Peer:
@@ -245,7 +246,7 @@ class Links:
         """Send it to all but the one that it came from, and keep it for whoever is linked later."""
         origin, subject = fields["origin"], fields[_SUBJECTS[kind]]
         self._heard[origin] = fields["serial"]
-        for old in (kind, _TAKEN_BACK.get(kind, kind)):
+        for old in (kind, TAKEN_BACK.get(kind, kind)):
             self._said.pop((origin, old, subject), None)
         self._said[origin, kind, subject] = {"kind": kind, **fields}
         for peer in self._peers.values():
@@ -372,10 +373,7 @@ class Links:
     def _tell_of_node(self, kind: str, number: int, text: str) -> None:
         """Tell of each rank of a node that it is not to be reached, or is again."""
         for rank in self._nodes[number][1]:
-            if kind == "cut":
-                self._hear("stopped", {"rank": rank, "text": text})
-            else:
-                self._hear("running", {"rank": rank})
+            self._hear(kind, {"rank": rank, **({"text": text} if kind == "cut" else {})})
 
     def _publish_of_node(self, kind: str, **fields: Any) -> None:
         """Tell others whom a hub hears; a leaf that heard neither hub knows nothing that those do not."""

@@ -11,7 +11,7 @@ import select
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from butter_mpi.sentinel.links import Links
+from butter_mpi.sentinel.links import TAKEN_BACK, Links
 
 __all__ = ["Networks"]
 
@@ -39,8 +39,8 @@ class Networks:
         self._hear = hear
         self._poll = select.epoll()
         self._begun: set[int] = set()
-        # Over which networks a rank is said to be stopped, or not to be reached.
-        self._stopped: dict[int, set[int]] = {}
+        # Why each rank is waited for in vain: by network, whether it is stopped, or its node cut off there.
+        self._stopped: dict[int, dict[tuple[int, str], str]] = {}
         self._every: list[Links] = []
         for place, one in enumerate(config["networks"]):
             take = functools.partial(self._take, place)
@@ -72,14 +72,15 @@ class Networks:
             self._begun.add(place)
             if len(self._begun) < len(self._every):
                 return
-        elif kind == "stopped":
-            self._stopped.setdefault(fields["rank"], set()).add(place)
-        elif kind == "running":
-            still = self._stopped.get(fields["rank"], set())
-            if place not in still or len(still) > 1:
-                still.discard(place)
+        elif kind in TAKEN_BACK.values():
+            self._stopped.setdefault(fields["rank"], {})[place, kind] = fields["text"]
+            kind = "stopped"
+        elif kind in TAKEN_BACK:
+            reasons = self._stopped.get(fields["rank"], {})
+            if reasons.pop((place, TAKEN_BACK[kind]), None) is None:
                 return
-            del self._stopped[fields["rank"]]
+            kind = "stopped" if reasons else "running"
+            fields = {"rank": fields["rank"], **({"text": [*reasons.values()][-1]} if reasons else {})}
         self._hear(kind, fields)
 
     def up(self) -> None:

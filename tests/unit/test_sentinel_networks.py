@@ -134,6 +134,26 @@ def test_rank_is_back_only_once_it_is_back_on_both(make: Callable[..., Net]) -> 
     assert {fields["rank"] for fields in net.nodes[0].told("running")} == {4, 5} and not net.nodes[0].networks.away(2)
 
 
+@pytest.mark.parametrize("network", [MAIN, DATA])
+def test_rank_that_is_stopped_too_is_not_said_to_run_by_who_hears_its_node_again(
+    make: Callable[..., Net], network: int
+) -> None:
+    """Nor the other way round; the reason that is left is told."""
+    net = make(3)
+    hub, leaf = net.nodes[0], net.nodes[2]
+    leaf.links.publish("stopped", rank=4, text="SIGSTOP")
+    net.settle()
+    net.cut_off(2, network)
+    net.pass_time(5)
+    net.mend(network)
+    net.pass_time(1.4)
+    assert [fields["rank"] for fields in hub.told("running")] == [5]
+    assert [fields["text"] for fields in hub.told("stopped") if fields["rank"] == 4][-1] == "SIGSTOP"
+    leaf.links.publish("running", rank=4)
+    net.settle()
+    assert [fields["rank"] for fields in hub.told("running")] == [5, 4]
+
+
 def test_ends_once_both_networks_say_that_it_may(make: Callable[..., Net]) -> None:
     """As with one network, hubs stay until the others are over."""
     net = make(3)
