@@ -290,12 +290,13 @@ class Links:
             self._connections.drop(before)
         peer.met = True
         peer.misses.clear()
-        self._alive(peer)
         for other in self._peers.values():
-            if other.deaf:
+            if other.deaf and other is not peer:
                 self._send(peer, {"kind": "deaf", "node": other.number})
         for fields in list(self._said.values()):
             self._send(peer, fields)
+        # After what was said while it was away: what is older than that it is back would be taken for known there.
+        self._alive(peer)
         for kind, so in (("up", self._up), ("begun", self._begun and self._me < HUBS), ("over", self._over)):
             if so:
                 self._send(peer, {"kind": kind})

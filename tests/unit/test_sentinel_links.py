@@ -376,6 +376,22 @@ def test_loss_of_many_nodes_is_said_shortly_and_first(make: Callable[..., Net]) 
         assert "host n2 (ranks 4-5)" in text and "and 20 more hosts" in text and "host n20" not in text, text
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_node_that_was_cut_off_hears_all_that_was_said_meanwhile(make: Callable[..., Net], lost: int) -> None:
+    """By whom, of the others, whatever: that they hear it again is the last that they say."""
+    net = make(3)
+    net.pass_time(1)
+    net.cut_off(lost, 0)
+    net.pass_time(5)
+    others = [number for number in range(3) if number != lost]
+    for number in others:
+        net.nodes[number].links.publish("gone", rank=2 * number, text="late")
+    net.mend(0)
+    net.pass_time(2)
+    assert {fields["rank"] for fields in net.nodes[lost].told("gone")} == {2 * number for number in others}
+    assert not any(node.networks.cut for node in net.nodes)
+
+
 def test_addresses_are_tried_in_turn(make: Callable[..., Net]) -> None:
     """One that nobody can reach does not keep a node from the next."""
     net = make(2, start=False)
