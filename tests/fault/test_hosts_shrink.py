@@ -7,8 +7,7 @@ import time
 from helpers.hosts import CONTROL, DATA, Hosts
 from helpers.surviving import HEAD, on_standins, waits
 
-# Six ranks, two on each host. Rank 3 dies, then host3 is cut off, as the test does once all are back.
-PROGRAM = (
+ON_HOST = (
     """
 import os, socket
 os.environ["STANDIN_MACHINE"] = HOST = socket.gethostname()
@@ -18,6 +17,10 @@ if HOST != "host1":
     recovery._command_lines = lambda: iter(())
 """
     + HEAD
+)
+# Six ranks, two on each host. Rank 3 dies, then host3 is cut off, as the test does once all are back.
+PROGRAM = (
+    ON_HOST
     + """
 comm = start(action="shrink")
 hosts = comm.all_gather_json(HOST)
@@ -76,6 +79,28 @@ say("done")
 """
 )
 _SURVIVORS = (0, 1, 2)
+# Three ranks, one on each host; host1, on which the launcher is too, is cut off from the network of the data.
+PARTED = (
+    ON_HOST
+    + """
+comm = start(action="shrink")
+assert total(comm) == 6
+say("stands")
+error = lost(comm)
+named = "no word from host host1 (rank 0) over data0 for 4."
+assert error.lost_ranks == ((1, 2) if RANK == 0 and named not in str(error) else (0,)), error
+assert "cut off there, as it is heard over another network" in str(error), error
+if RANK == 0:
+    raised(comm.shrink, butter_mpi.PeerLostError)
+    sys.exit("left out")
+comm = comm.shrink()
+assert total(comm) == 3
+say(f"back {time.monotonic()} {comm!r}")
+# The watcher of host1 hears, over the network that is left, that others went on.
+comm.close()
+say("done")
+"""
+)
 
 
 def test_survivors_of_a_rank_and_of_a_host_go_on() -> None:
@@ -99,3 +124,21 @@ def test_survivors_of_a_rank_and_of_a_host_go_on() -> None:
     assert first < 1.5 and max(backs) - cut < 6.5, (first, max(backs) - cut, result.text)
     for rank in _SURVIVORS:
         assert result.rank_out[rank].endswith("leaves with 0\n"), result.text
+
+
+def test_others_go_on_without_a_host_that_the_network_of_the_data_loses() -> None:
+    """That alone, as NCCL is told to use it, and though the host is the one whose watcher decides otherwise."""
+    how = on_standins()
+    env = {**how["env"], "NCCL_SOCKET_IFNAME": "data0"}
+    with Hosts(3) as hosts, hosts.start_job(3, PARTED, mpi="openmpi", options=how["options"], env=env) as job:
+        for rank in range(3):
+            job.wait_for("stands\n", rank, 40)
+        hosts.cut(1, DATA)
+        cut = time.monotonic()
+        for rank in (1, 2):
+            job.wait_for("done\n", rank, 30)
+        result = job.wait(30)
+    for rank in (1, 2):
+        back = float(result.rank_out[rank].split("back ")[1].split()[0])
+        assert back - cut < 6.5 and result.rank_out[rank].endswith("leaves with 0\n"), result.text
+    assert "raised PeerLostError: " in result.rank_out[0] and "left out" in result.rank_err[0], result.text
