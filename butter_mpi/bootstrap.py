@@ -33,7 +33,7 @@ from butter_mpi.errors import (
 from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
 from butter_mpi.library import open_library
-from butter_mpi.machine import interfaces, nccl_interfaces
+from butter_mpi.machine import interfaces, named_interface
 from butter_mpi.mpi_start import load_mpi
 from butter_mpi.nccl_setup import prepare
 from butter_mpi.planes.base import Plane
@@ -486,9 +486,7 @@ class _Start(Survivors):
     def _data_interface(self) -> str | None:
         """Return the interface that the user has told NCCL to use, where it is used."""
         told = effective_nccl(c_environment()).get("NCCL_SOCKET_IFNAME", (None,))[0]
-        if not told or self._settings.plane == "host":
-            return None
-        return next(iter(nccl_interfaces(interfaces(), told)[0]), None)
+        return None if self._settings.plane == "host" else named_interface(interfaces(), told)
 
     def _links(self, door: Door, gather: Gather) -> dict[str, Any]:
         """Return what the watcher of this node is told of those of the others; every rank of the job calls this."""

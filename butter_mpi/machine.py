@@ -14,6 +14,7 @@ from butter_mpi.interfaces import interfaces
 __all__ = [
     "infiniband",
     "interfaces",
+    "named_interface",
     "nccl_interfaces",
     "pid_namespace",
     "ptrace_scope",
@@ -61,6 +62,19 @@ def nccl_interfaces(found: Sequence[Mapping[str, Any]], names: str | None) -> tu
         if chosen:
             return chosen, f"NCCL_SOCKET_IFNAME is unset: automatic choice ({pattern})"
     return [], "NCCL_SOCKET_IFNAME is unset: no interface is up and has a carrier and an address"
+
+
+def named_interface(found: Sequence[Mapping[str, Any]], names: str | None) -> str | None:
+    """Return the interface that the user has told NCCL to use, which of several it takes first; ``None``: none.
+
+    Parameters
+    ----------
+    found : sequence of mapping
+        What :func:`interfaces` returned.
+    names : str or None
+        The value of ``NCCL_SOCKET_IFNAME``.
+    """
+    return next(iter(nccl_interfaces(found, names)[0]), None) if names else None
 
 
 def infiniband(folder: str = "/sys/class/infiniband") -> list[str]:
