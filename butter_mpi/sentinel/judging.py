@@ -21,6 +21,7 @@ __all__ = [
     "first_difference",
     "left_out_exchange",
     "mismatch",
+    "said_here",
     "told_by",
 ]
 
@@ -89,6 +90,11 @@ class Verdict:
 def told_by(rank: int, text: str) -> str:
     """Return what a rank told of its failure, with its name once: such texts begin with it."""
     return f"told by {text}" if text.startswith(f"rank {rank}/") else f"told by rank {rank}: {text}"
+
+
+def said_here(text: str) -> str:
+    """Return what a watcher says on its own node, with its name once: texts for other nodes may begin with it."""
+    return text if text.startswith("the watcher ") else f"the watcher: {text}"
 
 
 def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:

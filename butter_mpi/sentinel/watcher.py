@@ -41,6 +41,7 @@ from butter_mpi.sentinel.judging import (
     first_difference,
     left_out_exchange,
     mismatch,
+    said_here,
     told_by,
 )
 from butter_mpi.sentinel.links import COMPARED
@@ -404,7 +405,7 @@ class Watcher:
         self._notices[epoch] = notice = {**verdict.notice(), **told}
         # First: a launcher may be about to end the ranks of other nodes too.
         self._links.main.publish("notice", notice=notice, epoch=epoch)
-        said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
+        said = said_here(verdict.text) if said_by is None else told_by(said_by.number, verdict.text)
         if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
         self._spread(verdict, notice, epoch, said_by)
