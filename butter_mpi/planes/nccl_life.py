@@ -139,10 +139,8 @@ class NcclLife(OnDevice, PeerPlane):
             self._open()
             with Capture() as log:
                 self._comm = join(self._library, self.device, self._control, bound)
-                bound.begin("connecting")
                 self._connect(bound)
                 found = log.connections().as_dict()
-            bound.begin("comparing transports")
             self._verify(found, bound)
             self._close_seconds = _CLOSE_SECONDS
         except Overdue as error:
@@ -206,7 +204,8 @@ class NcclLife(OnDevice, PeerPlane):
     def _verify(self, found: dict[str, Any], bound: Bound) -> None:
         """Tell every rank what NCCL's log says of this one: the communicator stands everywhere, on what is required."""
         mine = json.dumps({"node": self._node, "found": found}).encode()
-        every = self._control.all_gather_any(mine, bound.watch, "comparing transports", bound.look)
+        with bound.step("comparing transports") as step:
+            every = self._control.all_gather_any(mine, bound.watch, step, bound.look)
         said = [json.loads(one) for one in every]
         finding = judge(self._required, [one["found"] for one in said], [one["node"] for one in said])
         if finding is not None:
@@ -226,14 +225,14 @@ class NcclLife(OnDevice, PeerPlane):
 
     def _connect(self, bound: Bound) -> None:
         """Connect by one small operation: the host call makes connections, and would wait without a bound."""
-        self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, "connecting")
-        bound.begin("the first operation")
-        while not self.device.ready(self.stream):
-            if bound.watch.tick():
-                raise Overdue("the first operation", bound.watch.elapsed)
-            self._ask_nccl()
-            bound.look()
-        bound.watch.passed("the first operation")
+        with bound.step("connecting") as step:
+            self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, step)
+        with bound.step("the first operation") as step:
+            while not self.device.ready(self.stream):
+                if bound.watch.tick():
+                    raise Overdue(step, bound.watch.elapsed)
+                self._ask_nccl()
+                bound.look()
 
     def _aside_until_done(self, call: Callable[[], Any], bound: Bound, phase: str) -> None:
         """Make a host call that can wait for other ranks inside NCCL, in a thread that can be left to itself."""
