@@ -15,7 +15,7 @@ from typing import Any
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
 from butter_mpi.collectives import Operation
-from butter_mpi.control import Control, Overdue, Pause, Watch, listen_everywhere
+from butter_mpi.control import Control, Overdue, Pause, Watch, closed_elsewhere, listen_everywhere
 from butter_mpi.detached import Detached
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
@@ -103,6 +103,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._ending: Detached | None = None
         self._closing: Detached | None = None
         self._hopeless: CommunicatorBrokenError | None = None
+        self._agreeing = False
         self._failing: Watch | None = None
         self._asking = Inside()
 
@@ -331,12 +332,20 @@ class NcclLife(OnDevice, PeerPlane):
         if self._hopeless is not None:
             # It was heard of since this began.
             self._give_up(self._hopeless)
+        watch = Watch(self._close_seconds)
+
+        def look() -> None:
+            self._hear_every_last_word()
+            if self._agreeing and closed_elsewhere(self._control):
+                # It goes on by itself, and this rank comes to the close that the other one waits in.
+                raise Overdue("closing", watch.elapsed)
+
         try:
             self._closing = Detached(lambda: self._clean_up(ending))
-            self._closing.result(Watch(self._close_seconds), "closing", self._hear_every_last_word)
+            self._closing.result(watch, "closing", look)
         except Overdue:
             # It goes on by itself; if the communicator has not come to its end when the process ends, the job fails.
-            if ending is not None and not ending.done:
+            if ending is not None and not ending.done and watch.tick():
                 _LOG.warning("%s: closing: still waiting for %s", self.who, self.last or "what is under way")
         except (NCCLError, CUDAError) as error:
             _LOG.warning("%s: closing: %s", self.who, error)
@@ -377,7 +386,7 @@ class NcclLife(OnDevice, PeerPlane):
 
         Without a bound: what keeps a peer from it is heard of too, and the end of this process does not wait for ever.
         """
-        pause = Pause()
+        self._agreeing, pause = True, Pause()
         while not self._gave_up_there:
             if self._control.everyone_left:
                 return True
