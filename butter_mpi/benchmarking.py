@@ -195,7 +195,9 @@ def run(name: str, options: argparse.Namespace, measure: Callable[[Communicator]
         with comm:
             measure(comm)
     except ButterError as error:
-        sys.stderr.write(f"butter_mpi.{name}: rank {comm.rank}: {error}\n")
+        # What breaks a communicator names the rank itself.
+        who = "" if str(error).startswith(f"rank {comm.rank}/") else f"rank {comm.rank}: "
+        sys.stderr.write(f"butter_mpi.{name}: {who}{error}\n")
         return 3
     return 0
 

@@ -336,9 +336,10 @@ class NcclLife(OnDevice, PeerPlane):
 
         def look() -> None:
             self._hear_every_last_word()
-            if self._agreeing and closed_elsewhere(self._control):
-                # It goes on by itself, and this rank comes to the close that the other one waits in.
-                raise Overdue("closing", watch.elapsed)
+            with contextlib.suppress(self._mpi.Exception):
+                if self._agreeing and closed_elsewhere(self._control):
+                    # It goes on by itself, and this rank comes to the close that the other one waits in.
+                    raise Overdue("closing", watch.elapsed)
 
         try:
             self._closing = Detached(lambda: self._clean_up(ending))
