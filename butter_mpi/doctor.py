@@ -154,7 +154,8 @@ def _network(env: Mapping[str, str]) -> Section:
     absent = [name or "this host" for name, addresses in watched if not addresses]
     warnings = ["NCCL would find no interface for its bootstrap, which needs one also on one host"] * (not chosen)
     if absent:
-        warnings.append(f"{', '.join(absent)} has no address: a start is refused where this is one of the first two nodes")
+        where = "a start is refused where this is one of the first two nodes"
+        warnings.append(f"{', '.join(absent)} has no address: {where}")
     return found | ({"warnings": warnings} if warnings else {})
 
 
