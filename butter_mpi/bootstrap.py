@@ -30,10 +30,10 @@ from butter_mpi.errors import (
     StartTimeoutError,
     text_of,
 )
+from butter_mpi.interfaces import interfaces, named_interface
 from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
 from butter_mpi.library import open_library
-from butter_mpi.machine import interfaces, named_interface
 from butter_mpi.mpi_start import load_mpi
 from butter_mpi.nccl_setup import prepare
 from butter_mpi.planes.base import Plane

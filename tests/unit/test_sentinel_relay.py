@@ -19,8 +19,8 @@ from butter_mpi.sentinel.door import ALONE
 from butter_mpi.sentinel.elsewhere import Elsewhere
 from butter_mpi.sentinel.gathering import RECONNECT, SHRINK
 from butter_mpi.sentinel.judging import Verdict
-from butter_mpi.sentinel.links import Links
 from butter_mpi.sentinel.messages import pack, unpack
+from butter_mpi.sentinel.networks import Networks
 from butter_mpi.sentinel.relay import LETTER_BYTES, Relay
 from butter_mpi.sentinel.relayed import RelayedControl
 from butter_mpi.sentinel.reunion import Reunion
@@ -38,7 +38,7 @@ class Node:
         self.verdicts: list[Verdict] = []
         named: Any = lambda number: f"rank {number}/{size}"  # noqa: E731
         ranks: Any = lambda: self.ranks  # noqa: E731
-        links: Any = Links(ALONE, lambda *_: None, lambda *_: None)
+        links: Any = Networks(ALONE, lambda *_: None, lambda *_: None)
         self.elsewhere = Elsewhere(links, ALONE["nodes"], size, 0)
         self.relay = Relay(ranks, named, self._begin, self.verdicts.append, lambda: None, self.elsewhere, 0)
 
