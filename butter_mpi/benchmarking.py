@@ -14,11 +14,12 @@ from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
+from butter_mpi.findings import grouped
 from butter_mpi.launch import read_launch
-from butter_mpi.mpi_start import load_mpi
 from butter_mpi.policy import set_unset_policy
 from butter_mpi.selftest.console import Parser, UsageError, ask_for
 from butter_mpi.selftest.options import USAGE
+from butter_mpi.selftest.start import Refused, Together, load_mpi
 
 __all__ = ["Array", "command_line", "parsed", "run", "wait"]
 
@@ -104,7 +105,7 @@ def parsed(
     arguments: Sequence[str] | None,
     check: Callable[[argparse.Namespace], None] = lambda _options: None,
 ) -> argparse.Namespace | int:
-    """Return the options of a command line; or, where one rank has told what is wrong or printed the help, the status.
+    """Return the options of a command line; or, where rank 0 has told what is wrong or printed the help, the status.
 
     Parameters
     ----------
@@ -120,28 +121,45 @@ def parsed(
     Returns
     -------
     argparse.Namespace or int
-        One of them.
+        One of them; a status where one rank has wrong arguments, on every rank.
     """
-    speaks = not read_launch(c_environment()).claimed_rank
+    info, usage = read_launch(c_environment()), ""
     try:
         options = parser.parse_args(arguments)
-        if not options.help:
-            check(options)
+        if options.help:
+            return 0 if info.claimed_rank else ask_for(parser.format_help(), f"butter_mpi.{name}", 1)
+        check(options)
     except UsageError as error:
-        if speaks:
-            sys.stderr.write(f"butter_mpi.{name}: {error} (--help lists the options)\n")
-        _leave_together()
-        return USAGE
-    if options.help:
-        return ask_for(parser.format_help(), f"butter_mpi.{name}", 1) if speaks else 0
-    return options
+        usage = str(error)
+    every, rank = [usage], info.claimed_rank or 0
+    if (info.claimed_size or 1) > 1:
+        with contextlib.suppress(Refused):
+            every, rank = _exchanged(usage, rank)
+    wrong = [(number, text) for number, text in enumerate(every) if text]
+    if not wrong:
+        return options
+    if rank == 0:
+        text = usage if set(every) == {usage} else grouped(wrong)
+        sys.stderr.write(f"butter_mpi.{name}: {text} (--help lists the options)\n")
+    return USAGE
 
 
-def _leave_together() -> None:
-    """Start MPI, which ends on all ranks at once: Open MPI ends the others when one leaves with a status, unheard."""
-    if (read_launch(c_environment()).claimed_size or 1) > 1:
-        with contextlib.suppress(ButterError):
-            load_mpi(bootstrap.start_deadline())
+def _exchanged(usage: str, claimed_rank: int) -> tuple[list[str], int]:
+    """Return what is wrong with each rank's arguments, and this rank's number.
+
+    Raises
+    ------
+    Refused
+        There is no MPI in which they could say it.
+    """
+    # Before MPI or anything else that could load a library which reads them.
+    set_unset_policy()
+    seconds = bootstrap.start_deadline()
+    together = Together(load_mpi(seconds), seconds)
+    every = together.gather(usage, "comparing arguments")
+    together.close()
+    # Where MPI made N worlds of one rank out of a job of N, the launcher knows better who is rank 0.
+    return every, claimed_rank if together.size == 1 else together.rank
 
 
 def run(name: str, options: argparse.Namespace, measure: Callable[[Communicator], None]) -> int:
@@ -177,7 +195,9 @@ def run(name: str, options: argparse.Namespace, measure: Callable[[Communicator]
         with comm:
             measure(comm)
     except ButterError as error:
-        sys.stderr.write(f"butter_mpi.{name}: rank {comm.rank}: {error}\n")
+        # What breaks a communicator names the rank itself.
+        who = "" if str(error).startswith(f"rank {comm.rank}/") else f"rank {comm.rank}: "
+        sys.stderr.write(f"butter_mpi.{name}: {who}{error}\n")
         return 3
     return 0
 

@@ -30,10 +30,10 @@ from butter_mpi.errors import (
     StartTimeoutError,
     text_of,
 )
+from butter_mpi.interfaces import interfaces, named_interface
 from butter_mpi.lane import LANE
 from butter_mpi.launch import read_launch
 from butter_mpi.library import open_library
-from butter_mpi.machine import interfaces, nccl_interfaces
 from butter_mpi.mpi_start import load_mpi
 from butter_mpi.nccl_setup import prepare
 from butter_mpi.planes.base import Plane
@@ -42,6 +42,7 @@ from butter_mpi.planes.nccl import NcclPlane
 from butter_mpi.planes.peers import PeerPlane
 from butter_mpi.planes.solo import DeviceSoloPlane, SoloPlane
 from butter_mpi.recovery import left_alone, started_by
+from butter_mpi.refusal import show_once
 from butter_mpi.sentinel.client import WATCHED, Offer, Sentinel
 from butter_mpi.sentinel.door import ALONE, Door
 from butter_mpi.sentinel.gathering import SHRINK
@@ -150,8 +151,7 @@ def init(
     **Collective**: every rank of `comm`. **Blocking**: until the communicator is made, at most the start deadline
     (default 60 s). Arguments that are not given are read from ``BUTTER_MPI_*`` variables.
     """
-    MPI = load_mpi(start_deadline(fault))  # noqa: N806
-    _check_mpi(MPI)
+    MPI = _mpi(start_deadline(fault))  # noqa: N806
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise TypeError(f"comm must be an mpi4py intracommunicator; got {comm!r}")
@@ -195,6 +195,23 @@ def start_deadline(fault: Any = None) -> float:
         return Settings.resolve(given, fault).start_deadline
     except (TypeError, ValueError, AttributeError):
         return Settings().start_deadline
+
+
+def _mpi(seconds: float) -> Any:
+    """Return MPI, started, and seen to be usable in this process."""
+    try:
+        mpi = load_mpi(seconds)
+        _check_mpi(mpi)
+    except StartError as error:
+        rank = _claimed_rank()
+        show_once(error, f"rank {rank}", None if ENDING.forked else rank, everywhere=False)
+        raise
+    return mpi
+
+
+def _claimed_rank() -> int | None:
+    """Return this rank by the launcher's variables: MPI may be none, or have made N worlds of one rank of N ranks."""
+    return read_launch(c_environment()).claimed_rank
 
 
 def _lane(settings: Settings) -> contextlib.AbstractContextManager[None]:
@@ -270,9 +287,17 @@ class _Start(Survivors):
         """Take every step; where it fails and others cannot know of it, or are lost, the job is ended at exit."""
         try:
             return self.run_after_loss()
-        except StartError:
+        except (PreflightError, StartError) as error:
             if self._lonely:
                 ENDING.alone()
+            several = self._comm.size > 1
+            rank = self._comm.rank if several else _claimed_rank() if self._mpi.COMM_WORLD.size == 1 else None
+            show_once(
+                error,
+                self._who if several else f"rank {rank}",
+                rank,
+                everywhere=several and isinstance(error, PreflightError),
+            )
             raise
 
     def run_after_loss(self) -> Communicator:
@@ -486,9 +511,7 @@ class _Start(Survivors):
     def _data_interface(self) -> str | None:
         """Return the interface that the user has told NCCL to use, where it is used."""
         told = effective_nccl(c_environment()).get("NCCL_SOCKET_IFNAME", (None,))[0]
-        if not told or self._settings.plane == "host":
-            return None
-        return next(iter(nccl_interfaces(interfaces(), told)[0]), None)
+        return None if self._settings.plane == "host" else named_interface(interfaces(), told)
 
     def _links(self, door: Door, gather: Gather) -> dict[str, Any]:
         """Return what the watcher of this node is told of those of the others; every rank of the job calls this."""

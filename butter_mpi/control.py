@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Pause",
     "Ticket",
     "Watch",
+    "closed_elsewhere",
     "duplicate",
     "fitting",
     "keep_for_ever",
@@ -136,6 +137,16 @@ def listen_everywhere() -> None:
     """
     for control in [one for one in list(_LISTENING) if one.where is not None]:
         control.pump()
+
+
+def closed_elsewhere(control: Control) -> bool:
+    """Whether a peer that is waited for here has closed another communicator first, which this rank has not closed yet.
+
+    By what has been taken: each may wait for the other one's close then, and neither comes to it.
+    """
+    missing = set(control.peers) - control.left.keys()
+    standing = [one for one in list(_LISTENING) if one.where is not None and one.open]
+    return any(one.left and not missing.isdisjoint(control.numbers_here(one, sorted(one.left))) for one in standing)
 
 
 class Watch:
@@ -451,6 +462,22 @@ class Control:
         lengths = [int.from_bytes(x, "little") for x in self.all_gather(own, watch, phase, look)]
         padded = self.all_gather(payload.ljust(max(lengths), b"\0"), watch, phase, look)
         return [x[:n] for x, n in zip(padded, lengths, strict=True)]
+
+    @property
+    def open(self) -> bool:
+        """Whether this rank has not said its last word."""
+        return not self._parted
+
+    def numbers_here(self, other: Control, ranks: Sequence[int]) -> list[int]:
+        """Return the numbers that ranks of another communicator have in this one, where MPI knows both."""
+        if self.comm is None or other.comm is None:
+            return []
+        groups = [one.comm.Get_group() for one in (other, self)]
+        try:
+            return [int(number) for number in groups[0].Translate_ranks(list(ranks), groups[1])]
+        finally:
+            for group in groups:
+                group.Free()
 
     @property
     def everyone_left(self) -> bool:

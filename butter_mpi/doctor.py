@@ -19,10 +19,12 @@ from butter_mpi import machine
 from butter_mpi._version import versions
 from butter_mpi.child import Untold, ask, output
 from butter_mpi.environment import c_environment, effective_nccl, kept_value
+from butter_mpi.interfaces import interfaces, named_interface, nccl_interfaces
 from butter_mpi.launch import LaunchInfo, forwarding, outside_any_step, read_launch, srun_line
 from butter_mpi.mpi_facts import mpi_facts
 from butter_mpi.policy import POLICY, check_policy
 from butter_mpi.selftest.console import ask_for, printable, sound_streams
+from butter_mpi.sentinel.door import networks
 from butter_mpi.sentinel.needs import needs
 from butter_mpi.settings import Settings, own_variable
 
@@ -142,15 +144,24 @@ def _cuda(env: Mapping[str, str]) -> Section:
 
 
 def _network(env: Mapping[str, str]) -> Section:
-    rows = machine.interfaces()
+    rows = interfaces()
     value = effective_nccl(env).get("NCCL_SOCKET_IFNAME", (None,))[0]
-    chosen, rule = machine.nccl_interfaces(rows, value)
+    chosen, rule = nccl_interfaces(rows, value)
     found: Section = {row["name"]: f"{_link(row)}, {', '.join(row['addresses']) or 'no address'}" for row in rows}
     found["NCCL's candidates"] = f"{', '.join(chosen) or 'none'}; {rule}"
     found["RDMA"] = "; ".join(machine.infiniband()) or "no device in /sys/class/infiniband"
-    if not chosen:
-        found["warnings"] = ["NCCL would find no interface for its bootstrap, which needs one also on one host"]
-    return found
+    watched = networks(env.get("BUTTER_MPI_WATCH_INTERFACE") or None, named_interface(rows, value))
+    found["watchers of several nodes"] = "; ".join(_watched(*one) for one in watched)
+    absent = [name or "this host" for name, addresses in watched if not addresses]
+    warnings = ["NCCL would find no interface for its bootstrap, which needs one also on one host"] * (not chosen)
+    if absent:
+        where = "a start is refused where this is one of the first two nodes"
+        warnings.append(f"{', '.join(absent)} has no address: {where}")
+    return found | ({"warnings": warnings} if warnings else {})
+
+
+def _watched(name: str, addresses: Sequence[str]) -> str:
+    return f"{name or 'the network of the host name'} ({', '.join(addresses) or 'no address'})"
 
 
 def _link(row: Mapping[str, Any]) -> str:

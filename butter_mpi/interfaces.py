@@ -1,4 +1,4 @@
-"""The network interfaces of this process's name space, asked of the kernel."""
+"""The network interfaces of this process's name space, asked of the kernel, and which of them NCCL would take."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import fcntl
 import socket
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["interfaces"]
+__all__ = ["interfaces", "named_interface", "nccl_interfaces"]
 
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
+_LOOPBACK_6 = "::1"
+_AUTOMATIC = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 
 
 def _answer(request: int, name: str) -> bytes | None:
@@ -53,3 +56,51 @@ def interfaces() -> list[dict[str, Any]]:
         state = {"up": bool(flags & _IFF_UP), "running": bool(flags & _IFF_RUNNING)}
         found.append({"name": name, **state, "addresses": _ipv4(name) + _ipv6(name)})
     return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether NCCL takes an interface by this list of prefixes; ``^`` refuses them, ``=`` takes whole names."""
+    refused, pattern = pattern.startswith("^"), pattern.removeprefix("^")
+    exact, pattern = pattern.startswith("="), pattern.removeprefix("=")
+    words = [word.split(":")[0] for word in pattern.split(",") if word]
+    return any(name == word if exact else name.startswith(word) for word in words) != refused
+
+
+def nccl_interfaces(found: Sequence[Mapping[str, Any]], names: str | None) -> tuple[list[str], str]:
+    """Return the interfaces that NCCL would consider for its sockets, the one it takes first, and the rule.
+
+    Parameters
+    ----------
+    found : sequence of mapping
+        What :func:`interfaces` returned.
+    names : str or None
+        The value of ``NCCL_SOCKET_IFNAME``.
+
+    Returns
+    -------
+    names, rule : list of str, str
+        The interfaces that are up, have a carrier and an address that others can reach, and why these.
+    """
+    # The kernel tells all IPv4 addresses before the first of IPv6, and NCCL goes by that order.
+    rows = sorted(found, key=lambda row: not any("." in address for address in row["addresses"]))
+    usable = [row["name"] for row in rows if row["up"] and row["running"] and set(row["addresses"]) - {_LOOPBACK_6}]
+    if names:
+        return [name for name in usable if _matches(name, names)], f"NCCL_SOCKET_IFNAME={names}"
+    for pattern in _AUTOMATIC:
+        chosen = [name for name in usable if _matches(name, pattern)]
+        if chosen:
+            return chosen, f"NCCL_SOCKET_IFNAME is unset: automatic choice ({pattern})"
+    return [], "NCCL_SOCKET_IFNAME is unset: no interface is up and has a carrier and an address"
+
+
+def named_interface(found: Sequence[Mapping[str, Any]], names: str | None) -> str | None:
+    """Return the interface that the user has told NCCL to use, which of several it takes first; ``None``: none.
+
+    Parameters
+    ----------
+    found : sequence of mapping
+        What :func:`interfaces` returned.
+    names : str or None
+        The value of ``NCCL_SOCKET_IFNAME``.
+    """
+    return next(iter(nccl_interfaces(found, names)[0]), None) if names else None

@@ -5,62 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from butter_mpi.interfaces import interfaces
 
 __all__ = [
     "infiniband",
-    "interfaces",
-    "nccl_interfaces",
     "pid_namespace",
     "ptrace_scope",
     "remove_ipc",
     "shared_memory",
 ]
 
-_LOOPBACK_6 = "::1"
-_AUTOMATIC = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 _LOGIND_FILES = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
 _SYSTEM_USERS_END = 1000
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether NCCL takes an interface by this list of prefixes; ``^`` refuses them, ``=`` takes whole names."""
-    refused, pattern = pattern.startswith("^"), pattern.removeprefix("^")
-    exact, pattern = pattern.startswith("="), pattern.removeprefix("=")
-    words = [word.split(":")[0] for word in pattern.split(",") if word]
-    return any(name == word if exact else name.startswith(word) for word in words) != refused
-
-
-def nccl_interfaces(found: Sequence[Mapping[str, Any]], names: str | None) -> tuple[list[str], str]:
-    """Return the interfaces that NCCL would consider for its sockets, the one it takes first, and the rule.
-
-    Parameters
-    ----------
-    found : sequence of mapping
-        What :func:`interfaces` returned.
-    names : str or None
-        The value of ``NCCL_SOCKET_IFNAME``.
-
-    Returns
-    -------
-    names, rule : list of str, str
-        The interfaces that are up, have a carrier and an address that others can reach, and why these.
-    """
-    # The kernel tells all IPv4 addresses before the first of IPv6, and NCCL goes by that order.
-    rows = sorted(found, key=lambda row: not any("." in address for address in row["addresses"]))
-    usable = [row["name"] for row in rows if row["up"] and row["running"] and set(row["addresses"]) - {_LOOPBACK_6}]
-    if names:
-        return [name for name in usable if _matches(name, names)], f"NCCL_SOCKET_IFNAME={names}"
-    for pattern in _AUTOMATIC:
-        chosen = [name for name in usable if _matches(name, pattern)]
-        if chosen:
-            return chosen, f"NCCL_SOCKET_IFNAME is unset: automatic choice ({pattern})"
-    return [], "NCCL_SOCKET_IFNAME is unset: no interface is up and has a carrier and an address"
 
 
 def infiniband(folder: str = "/sys/class/infiniband") -> list[str]:

@@ -244,7 +244,7 @@ def _part(operation: str, found: dict[str, Any]) -> list[str]:
     rows = [row for row in found["rows"] if row["operation"] == operation]
     names = list(dict.fromkeys(name for row in rows for name in row["us"] if name != BARE))
     transport = ", ".join(found["transport"]) or "none"
-    function = "nccl" + operation.title().replace("_", "")
+    function = OPERATIONS[operation].function
     return [
         f"{operation}, {found['ranks']} ranks, NCCL {found['nccl']}, transport {transport}",
         f"bare: {function} by ctypes, arguments prepared, in us and GB/s of the bus; others as multiples of its time",

@@ -11,7 +11,7 @@ import importlib
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,13 @@ def pattern(value: int, dtype: DType) -> int:
     return bits >> _BF16_SHIFT if dtype is DType.BFLOAT16 else bits
 
 
+class Part(NamedTuple):
+    """Where a part of a buffer begins, and its bytes."""
+
+    pointer: int
+    nbytes: int
+
+
 class Place(NamedTuple):
     """A buffer of as many blocks as there are ranks, and which of them is this rank's."""
 
@@ -48,9 +55,14 @@ class Place(NamedTuple):
         return self.block * self.ranks
 
     @property
-    def own(self) -> int:
-        """Return where this rank's block begins."""
-        return self.pointer + self.rank * self.block
+    def whole(self) -> Part:
+        """Return all of it."""
+        return Part(self.pointer, self.nbytes)
+
+    @property
+    def own(self) -> Part:
+        """Return this rank's block."""
+        return Part(self.pointer + self.rank * self.block, self.block)
 
 
 class Span(NamedTuple):
@@ -69,13 +81,43 @@ class Operation:
     ----------
     name : str
         Of the method, and of the C function in its letters.
-    reduces, gathers : bool
-        Whether it reduces, and whether every rank has the whole result.
+    send, recv : {"whole", "own"}
+        What it reads and writes: the whole buffer, or this rank's block.
+    torch : str
+        The function of torch.distributed.
     """
 
     name: str
-    reduces: bool
-    gathers: bool
+    send: Literal["whole", "own"]
+    recv: Literal["whole", "own"]
+    torch: str
+
+    @property
+    def function(self) -> str:
+        """Return the C function."""
+        return "nccl" + self.name.title().replace("_", "")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it makes one of what ranks have: each has all of it before."""
+        return self.send == "whole"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank has the whole result."""
+        return self.recv == "whole"
+
+    def ends(self, place: Place) -> tuple[Part, Part]:
+        """Return what it reads and what it writes."""
+        return getattr(place, self.send), getattr(place, self.recv)
+
+    def parts(self, place: Place) -> list[Part]:
+        """Return the same, once where both are one."""
+        return list(dict.fromkeys(self.ends(place)))
+
+    def _moved(self, place: Place) -> int:
+        """Return the bytes that calls count: those of the smaller part."""
+        return min(part.nbytes for part in self.ends(place))
 
     def bus(self, ranks: int) -> float:
         """Return how often each byte of the buffer crosses a rank's link."""
@@ -96,41 +138,31 @@ class Operation:
 
     def bare(self, library: Any, place: Place, handle: int, stream: int) -> Callable[[], object]:
         """Return the C call by ctypes with its arguments converted before."""
-        whole, share = place.nbytes // place.dtype.itemsize, place.block // place.dtype.itemsize
-        op = (ReduceOp.SUM.nccl,) if self.reduces else ()
-        send, recv, count = {
-            (True, True): (place.pointer, place.pointer, whole),
-            (False, True): (place.own, place.pointer, share),
-            (True, False): (place.pointer, place.own, share),
-        }[self.reduces, self.gathers]
-        name = "nccl" + self.name.title().replace("_", "")
-        return nccl.prepared(library, name, send, recv, count, place.dtype.nccl, *op, handle, stream)
+        pointers = [part.pointer for part in self.ends(place)]
+        count, op = self._moved(place) // place.dtype.itemsize, (ReduceOp.SUM.nccl,) if self.reduces else ()
+        return nccl.prepared(library, self.function, *pointers, count, place.dtype.nccl, *op, handle, stream)
 
     def by_plane(self, plane: Any, place: Place) -> Callable[[], object]:
         """Return the call of the plane by raw pointers."""
-        call = getattr(plane, self.name)
-        if self.reduces and self.gathers:
-            return lambda: call(place.pointer, place.nbytes, dtype=place.dtype)
-        if self.gathers:
-            return lambda: call(place.own, place.pointer, place.block)
-        return lambda: call(place.pointer, place.own, place.block, dtype=place.dtype)
+        call, nbytes = getattr(plane, self.name), self._moved(place)
+        pointers = [part.pointer for part in self.parts(place)]
+        dtype = {"dtype": place.dtype} if self.reduces else {}
+        return lambda: call(*pointers, nbytes, **dtype)
 
     def plan(self, comm: Communicator, device: Any, stream: int, place: Place) -> Callable[[], object]:
         """Return a plan over arrays of the buffer."""
         size = place.dtype.itemsize
-        whole = Array(device, place.nbytes // size, stream, place.pointer)
-        own = Array(device, place.block // size, stream, place.own)
-        arrays = {(True, True): (whole,), (False, True): (own, whole), (True, False): (whole, own)}
+        arrays = [Array(device, part.nbytes // size, stream, part.pointer) for part in self.parts(place)]
         make: Callable[..., Callable[[], object]] = getattr(comm, f"plan_{self.name}")
-        return make(*arrays[self.reduces, self.gathers], stream=stream)
+        return make(*arrays, stream=stream)
 
 
 OPERATIONS = {
     one.name: one
     for one in (
-        Operation("all_reduce", reduces=True, gathers=True),
-        Operation("all_gather", reduces=False, gathers=True),
-        Operation("reduce_scatter", reduces=True, gathers=False),
+        Operation("all_reduce", "whole", "whole", "all_reduce"),
+        Operation("all_gather", "own", "whole", "all_gather_into_tensor"),
+        Operation("reduce_scatter", "whole", "own", "reduce_scatter_tensor"),
     )
 }
 
@@ -180,18 +212,14 @@ class Torch:
 
     def call(self, operation: Operation, place: Place) -> Callable[[], object]:
         """Return the call on tensors of the buffer."""
-        whole, own = self._tensor(place.pointer, place.nbytes, place), self._tensor(place.own, place.block, place)
-        distributed = self._distributed
-        if operation.reduces and operation.gathers:
-            return lambda: distributed.all_reduce(whole)
-        if operation.gathers:
-            return lambda: distributed.all_gather_into_tensor(whole, own)
-        return lambda: distributed.reduce_scatter_tensor(own, whole)
+        # It takes the result first.
+        tensors = [self._tensor(part, place.dtype) for part in reversed(operation.parts(place))]
+        call = getattr(self._distributed, operation.torch)
+        return lambda: call(*tensors)
 
-    def _tensor(self, pointer: int, nbytes: int, place: Place) -> Any:
-        memory = _Bytes(pointer, nbytes)
-        dtype = self._torch.bfloat16 if place.dtype is DType.BFLOAT16 else self._torch.float32
-        return self._torch.as_tensor(memory, device=self._device).view(dtype)
+    def _tensor(self, part: Part, of: DType) -> Any:
+        dtype = self._torch.bfloat16 if of is DType.BFLOAT16 else self._torch.float32
+        return self._torch.as_tensor(_Bytes(*part), device=self._device).view(dtype)
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from butter_mpi.control import Control, Overdue, Pause, Watch
 from butter_mpi.errors import ButterError, StartError, text_of
 
-__all__ = ["NO_ID", "share_unique_id"]
+__all__ = ["NO_ID", "SHARING", "share_unique_id"]
 
 NO_ID = "unique ID"
 """The phase of the error where rank 0 could not make one."""
+
+SHARING = "sharing the unique ID"
+"""The step of the start."""
 
 _LONGEST_REASON = 2048
 
@@ -61,7 +64,7 @@ def _heard(control: Control, watch: Watch, look: Callable[[], None]) -> dict[str
     pause = Pause()
     while not control.told[0]:
         if watch.tick():
-            raise Overdue("carrying the unique ID", watch.elapsed)
+            raise Overdue(SHARING, watch.elapsed)
         control.pump()
         if not control.told[0]:
             look()

@@ -7,7 +7,8 @@ polled, split a blocking one off it, and close the first. ``docs/explanation/ncc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from butter_mpi import nccl
@@ -17,7 +18,7 @@ from butter_mpi.detached import Detached
 from butter_mpi.device import Device
 from butter_mpi.errors import StartError
 from butter_mpi.planes.entering import Inside
-from butter_mpi.unique_id import share_unique_id
+from butter_mpi.unique_id import SHARING, share_unique_id
 
 __all__ = ["ABORT_SECONDS", "Bound", "abort", "join"]
 
@@ -40,6 +41,13 @@ class Bound:
     watch: Watch
     look: Callable[[], None]
     begin: Callable[[str], None] = lambda _step: None
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[str]:
+        """Take a step of this name: ranks that ask hear it, and once it has come to its end it has had its time."""
+        self.begin(name)
+        yield name
+        self.watch.passed(name)
 
 
 def abort(library: Library, device: Device, handle: int, inside: Inside) -> Detached:
@@ -108,14 +116,14 @@ def join(library: Library, device: Device, control: Control, bound: Bound) -> in
         Not every rank came in time.
     """
     _refuse_open_group(library)
-    bound.begin("sharing the unique ID")
-    unique_id = share_unique_id(control, lambda: nccl.get_unique_id(library), bound.watch, bound.look)
+    with bound.step(SHARING):
+        unique_id = share_unique_id(control, lambda: nccl.get_unique_id(library), bound.watch, bound.look)
     parent, child = nccl.Handle(), nccl.Handle()
     try:
         config = nccl.make_config(library, blocking=0)
-        bound.begin("making the NCCL communicator")
-        state = nccl.init_rank_config(library, parent, control.size, unique_id, control.rank, config)
-        _settle(library, parent, parent, state, bound, "making the NCCL communicator")
+        with bound.step("making the NCCL communicator") as step:
+            state = nccl.init_rank_config(library, parent, control.size, unique_id, control.rank, config)
+            _settle(library, parent, parent, state, bound, step)
         _split(library, parent, child, control, bound)
         handle = _checked(library, device, child, control)
     except BaseException:
@@ -123,9 +131,9 @@ def join(library: Library, device: Device, control: Control, bound: Bound) -> in
         nccl.close_leaked_groups(library)
         _give_up(library, device, parent, child)
         raise
-    bound.begin("closing the first communicator")
     try:
-        _destroy(library, device, parent).result(bound.watch, "closing the first communicator", bound.look)
+        with bound.step("closing the first communicator") as step:
+            _destroy(library, device, parent).result(bound.watch, step, bound.look)
     except BaseException:
         _give_up(library, device, child)
         raise
@@ -138,7 +146,7 @@ def _refuse_open_group(library: Library) -> None:
         raise StartError(_OPEN_GROUP.format(levels=levels), phase="NCCL group")
 
 
-def _settle(library: Library, handle: nccl.Handle, made: nccl.Handle, state: int, bound: Bound, phase: str) -> None:
+def _settle(library: Library, handle: nccl.Handle, made: nccl.Handle, state: int, bound: Bound, step: str) -> None:
     """Poll a non-blocking communicator until its call is done and `made` is there.
 
     NCCL writes the handle of a communicator that was split off from a thread of its own, and may call the parent's
@@ -147,20 +155,19 @@ def _settle(library: Library, handle: nccl.Handle, made: nccl.Handle, state: int
     pause = Pause()
     while state == nccl.IN_PROGRESS or made.value is None:
         if bound.watch.tick():
-            raise Overdue(phase, bound.watch.elapsed)
+            raise Overdue(step, bound.watch.elapsed)
         bound.look()
         pause()
         assert handle.value is not None
-        state = nccl.check(library, phase, nccl.get_async_error(library, handle.value), in_progress=True)
-    bound.watch.passed(phase)
+        state = nccl.check(library, step, nccl.get_async_error(library, handle.value), in_progress=True)
 
 
 def _split(library: Library, parent: nccl.Handle, child: nccl.Handle, control: Control, bound: Bound) -> None:
     assert parent.value is not None
     config = nccl.make_config(library, blocking=1, splitShare=0)
-    bound.begin("splitting off the blocking communicator")
-    state = nccl.split(library, parent.value, 0, control.rank, child, config)
-    _settle(library, parent, child, state, bound, "splitting off the blocking communicator")
+    with bound.step("splitting off the blocking communicator") as step:
+        state = nccl.split(library, parent.value, 0, control.rank, child, config)
+        _settle(library, parent, child, state, bound, step)
 
 
 def _checked(library: Library, device: Device, child: nccl.Handle, control: Control) -> int:

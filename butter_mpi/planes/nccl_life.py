@@ -15,7 +15,7 @@ from typing import Any
 from butter_mpi import nccl
 from butter_mpi._libnccl import Library
 from butter_mpi.collectives import Operation
-from butter_mpi.control import Control, Overdue, Pause, Watch, listen_everywhere
+from butter_mpi.control import Control, Overdue, Pause, Watch, closed_elsewhere, listen_everywhere
 from butter_mpi.detached import Detached
 from butter_mpi.device import Device
 from butter_mpi.enums import DType, ReduceOp
@@ -103,6 +103,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._ending: Detached | None = None
         self._closing: Detached | None = None
         self._hopeless: CommunicatorBrokenError | None = None
+        self._agreeing = False
         self._failing: Watch | None = None
         self._asking = Inside()
 
@@ -139,10 +140,8 @@ class NcclLife(OnDevice, PeerPlane):
             self._open()
             with Capture() as log:
                 self._comm = join(self._library, self.device, self._control, bound)
-                bound.begin("connecting")
                 self._connect(bound)
                 found = log.connections().as_dict()
-            bound.begin("comparing transports")
             self._verify(found, bound)
             self._close_seconds = _CLOSE_SECONDS
         except Overdue as error:
@@ -206,7 +205,8 @@ class NcclLife(OnDevice, PeerPlane):
     def _verify(self, found: dict[str, Any], bound: Bound) -> None:
         """Tell every rank what NCCL's log says of this one: the communicator stands everywhere, on what is required."""
         mine = json.dumps({"node": self._node, "found": found}).encode()
-        every = self._control.all_gather_any(mine, bound.watch, "comparing transports", bound.look)
+        with bound.step("comparing transports") as step:
+            every = self._control.all_gather_any(mine, bound.watch, step, bound.look)
         said = [json.loads(one) for one in every]
         finding = judge(self._required, [one["found"] for one in said], [one["node"] for one in said])
         if finding is not None:
@@ -226,14 +226,14 @@ class NcclLife(OnDevice, PeerPlane):
 
     def _connect(self, bound: Bound) -> None:
         """Connect by one small operation: the host call makes connections, and would wait without a bound."""
-        self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, "connecting")
-        bound.begin("the first operation")
-        while not self.device.ready(self.stream):
-            if bound.watch.tick():
-                raise Overdue("the first operation", bound.watch.elapsed)
-            self._ask_nccl()
-            bound.look()
-        bound.watch.passed("the first operation")
+        with bound.step("connecting") as step:
+            self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, step)
+        with bound.step("the first operation") as step:
+            while not self.device.ready(self.stream):
+                if bound.watch.tick():
+                    raise Overdue(step, bound.watch.elapsed)
+                self._ask_nccl()
+                bound.look()
 
     def _aside_until_done(self, call: Callable[[], Any], bound: Bound, phase: str) -> None:
         """Make a host call that can wait for other ranks inside NCCL, in a thread that can be left to itself."""
@@ -332,12 +332,21 @@ class NcclLife(OnDevice, PeerPlane):
         if self._hopeless is not None:
             # It was heard of since this began.
             self._give_up(self._hopeless)
+        watch = Watch(self._close_seconds)
+
+        def look() -> None:
+            self._hear_every_last_word()
+            with contextlib.suppress(self._mpi.Exception):
+                if self._agreeing and closed_elsewhere(self._control):
+                    # It goes on by itself, and this rank comes to the close that the other one waits in.
+                    raise Overdue("closing", watch.elapsed)
+
         try:
             self._closing = Detached(lambda: self._clean_up(ending))
-            self._closing.result(Watch(self._close_seconds), "closing", self._hear_every_last_word)
+            self._closing.result(watch, "closing", look)
         except Overdue:
             # It goes on by itself; if the communicator has not come to its end when the process ends, the job fails.
-            if ending is not None and not ending.done:
+            if ending is not None and not ending.done and watch.tick():
                 _LOG.warning("%s: closing: still waiting for %s", self.who, self.last or "what is under way")
         except (NCCLError, CUDAError) as error:
             _LOG.warning("%s: closing: %s", self.who, error)
@@ -378,7 +387,7 @@ class NcclLife(OnDevice, PeerPlane):
 
         Without a bound: what keeps a peer from it is heard of too, and the end of this process does not wait for ever.
         """
-        pause = Pause()
+        self._agreeing, pause = True, Pause()
         while not self._gave_up_there:
             if self._control.everyone_left:
                 return True

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from butter_mpi.recorder import COLLECTIVES, Entry, Reader
-from butter_mpi.sentinel.judging import FIRST_WARNING, STAY, Verdict, mismatch
+from butter_mpi.sentinel.judging import STAY, Clock, Verdict, mismatch
 
-__all__ = ["Across", "Standing"]
+__all__ = ["Across", "Standing", "entries_of", "overdue"]
 
 _SHOWN = 64
 _FRESH = 1.5
@@ -92,8 +92,8 @@ class Across:
         self._shown: dict[int, tuple[tuple[int, int], int, list[Entry]]] = {}
         self._asked: tuple[int, int] | None = None
         self._lowest: Standing | None = None
-        self._lowest_age = self._waited = 0.0
-        self._warn_at, self._low = FIRST_WARNING, -1
+        self._lowest_age = 0.0
+        self._clock, self._low = Clock(), -1
 
     def hear(self, node: int, kind: str, fields: Mapping[str, Any]) -> None:
         """Take what another watcher says."""
@@ -106,7 +106,7 @@ class Across:
         elif kind == "show":
             self._asked = fields["first"], fields["last"]
         elif kind == "shown":
-            self._shown[node] = (fields["first"], fields["last"]), fields["rank"], _entries(fields["entries"])
+            self._shown[node] = (fields["first"], fields["last"]), fields["rank"], entries_of(fields["entries"])
 
     def look(
         self, readers: Mapping[int, Reader], epoch: int, standing: Callable[[list[int]], Standing], leads: bool
@@ -208,32 +208,30 @@ class Across:
         lowest = self._lowest
         heads = [reader.head() for reader in readers.values()]
         if lowest is None or self._lowest_age >= _FRESH or lowest.low >= min(heads) or lowest.low != self._low:
-            self._low, self._waited, self._warn_at = lowest.low if lowest else -1, 0.0, FIRST_WARNING
+            self._low, self._clock = lowest.low if lowest else -1, Clock()
             return None, ""
         entries = [reader.collective(max(lowest.low + 1, reader.oldest())) for reader in readers.values()]
         there = [one for one in entries if one]
         entry = next((one for one in there if one.bound), there[0] if there else None)
         if entry is None:
             return None, ""
-        self._waited += passed
-        return self._overdue(entry, lowest)
+        self._clock.seconds += passed
+        return overdue(entry, lowest, self._clock)
 
-    def _overdue(self, entry: Entry, lowest: Standing) -> tuple[Verdict | None, str]:
-        seconds = self._waited
-        facts: dict[str, Any] = {"n": entry.number, "operation": entry.kind, "elapsed": seconds, "phase": entry.phase}
-        if lowest.closed and seconds >= _LEFT_GRACE:
-            text = f"{entry.text()}: {lowest.said}. {STAY}"
-            return Verdict("PeerLostError", lowest.ranks, text, **facts), ""
-        # One that may wait for ever is never late.
-        if lowest.closed or not entry.bound:
-            return None, ""
-        if seconds >= entry.bound:
-            late = f"no answer within {seconds:.1f} s (collective deadline: {entry.bound:g} s) from {lowest.said}"
-            return Verdict("CollectiveTimeoutError", lowest.ranks, f"{entry.text()}: {late}", **facts), ""
-        if seconds >= self._warn_at:
-            self._warn_at *= 2
-            return None, f"{entry.text()}: has waited {seconds:.0f} s for {lowest.said}"
+
+def overdue(entry: Entry, last: Standing, clock: Clock) -> tuple[Verdict | None, str]:
+    """Return what is wrong, or a warning, where a rank waits in `entry` for those that are `last`, on other nodes."""
+    seconds = clock.seconds
+    facts: dict[str, Any] = {"n": entry.number, "operation": entry.kind, "elapsed": seconds, "phase": entry.phase}
+    if last.closed and seconds >= _LEFT_GRACE:
+        return Verdict("PeerLostError", last.ranks, f"{entry.text()}: {last.said}. {STAY}", **facts), ""
+    # One that may wait for ever is never late.
+    if last.closed or not entry.bound:
         return None, ""
+    if seconds >= entry.bound:
+        late = f"no answer within {seconds:.1f} s (collective deadline: {entry.bound:g} s) from {last.said}"
+        return Verdict("CollectiveTimeoutError", last.ranks, f"{entry.text()}: {late}", **facts), ""
+    return None, f"{entry.text()}: has waited {seconds:.0f} s for {last.said}" if clock.warns() else ""
 
 
 def _numbers(first: int, last: int) -> list[int]:
@@ -249,7 +247,7 @@ def _around(several: Mapping[int, Mapping[int, Entry]], span: tuple[int, int]) -
     return max((number for number, so in agree.items() if so and number < differing), default=span[0] - 1), differing
 
 
-def _entries(raw: Sequence[Any]) -> list[Entry]:
+def entries_of(raw: Sequence[Any]) -> list[Entry]:
     """Return the records in a message; what is none is left out."""
     whole = [one for one in raw[:_SHOWN] if isinstance(one, list) and len(one) == len(_TYPES)]
     return [Entry(*one) for one in whole if all(isinstance(*pair) for pair in zip(one, _TYPES, strict=True))]

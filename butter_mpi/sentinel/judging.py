@@ -5,6 +5,7 @@ Pure: times and readers are handed in, verdicts come back.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,17 +15,22 @@ from butter_mpi.recorder import PAIRS, Entry, Glance, Reader
 
 __all__ = [
     "STAY",
+    "Clock",
     "Late",
     "Pairs",
+    "Side",
     "Verdict",
     "Waiting",
     "first_difference",
     "left_out_exchange",
     "mismatch",
+    "opposite",
+    "said_here",
     "told_by",
 ]
 
 FIRST_WARNING = 5.0
+_KEPT_AWAY = 64
 STAY = "Every rank must submit the same operations before one closes"
 """What to do where a rank closed before others had what they waited for."""
 
@@ -89,6 +95,11 @@ class Verdict:
 def told_by(rank: int, text: str) -> str:
     """Return what a rank told of its failure, with its name once: such texts begin with it."""
     return f"told by {text}" if text.startswith(f"rank {rank}/") else f"told by rank {rank}: {text}"
+
+
+def said_here(text: str) -> str:
+    """Return what a watcher says on its own node, with its name once: texts for other nodes may begin with it."""
+    return text if text.startswith("the watcher ") else f"the watcher: {text}"
 
 
 def first_difference(readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
@@ -172,7 +183,7 @@ class Waiting:
         return bool(self.entry.bound) and self.seconds >= self.entry.bound
 
 
-class _Clock:
+class Clock:
     """Seconds of one wait, and when to warn of it: at 5, 10, 20 ... s."""
 
     def __init__(self) -> None:
@@ -191,14 +202,14 @@ class Late:
 
     def __init__(self) -> None:
         self._low = 0
-        self._clock, self._patience = _Clock(), _Clock()
+        self._clock, self._patience = Clock(), Clock()
 
     def look(self, readers: Mapping[int, Reader], passed: float) -> list[Waiting]:
         """Return who waits for whom after `passed` more seconds: nobody, or the first for the last."""
         heads = {rank: reader.head() for rank, reader in readers.items()}
         low, high = min(heads.values()), max(heads.values())
         if low != self._low or low == high:
-            self._low, self._clock, self._patience = low, _Clock(), _Clock()
+            self._low, self._clock, self._patience = low, Clock(), Clock()
             return []
         # Whoever is further ahead than its ring is long shows the oldest that it has.
         ahead = [reader for rank, reader in readers.items() if heads[rank] > low]
@@ -209,12 +220,18 @@ class Late:
             self._clock.seconds += passed
             return [Waiting(bounded, absent, self._clock.seconds, self._clock.warns())]
         # Whoever may wait for ever does so on a clock of its own: it is no part of a wait that has a bound.
-        self._clock = _Clock()
+        self._clock = Clock()
         self._patience.seconds += passed
         return [Waiting(entry, absent, self._patience.seconds, False) for entry in entries[:1]]
 
 
-_Side = tuple[int, int, str]
+Side = tuple[int, int, str]
+"""A rank, its peer, and ``"send"`` or ``"recv"``."""
+
+
+def opposite(side: Side) -> Side:
+    """Return the side of the peer."""
+    return side[1], side[0], "recv" if side[2] == "send" else "send"
 
 
 class Pairs:
@@ -227,16 +244,22 @@ class Pairs:
     Parameters
     ----------
     ranks : collection of int
-        The ranks of this node: others are not seen.
+        The ranks of this node.
+
+    Attributes
+    ----------
+    away : dict
+        Of each side whose peer is on another node the newest records.
     """
 
     def __init__(self, ranks: Collection[int]) -> None:
         self._ranks = ranks
         self._read: dict[int, int] = {}
-        self._reached: dict[_Side, int] = {}
-        self._open: dict[_Side, dict[int, Entry]] = {}
-        self._clocks: dict[_Side, tuple[int, _Clock]] = {}
+        self._reached: dict[Side, int] = {}
+        self._open: dict[Side, dict[int, Entry]] = {}
+        self._clocks: dict[Side, tuple[int, Clock]] = {}
         self._lossy: set[int] = set()
+        self.away: dict[Side, deque[Entry]] = {}
 
     def read(self, readers: Mapping[int, Reader]) -> dict[int, Entry] | None:
         """Take what is new; returns what the two ranks submitted where a pair does not fit."""
@@ -252,9 +275,12 @@ class Pairs:
                 if found is None and position == newest:
                     break
                 self._read[rank] = position
-                if found is None or found[0] not in self._ranks or found[1].number <= reader.pairs_floor:
+                if found is None or found[1].number <= reader.pairs_floor:
                     continue
-                if differing := self._match(rank, *found):
+                if found[0] not in self._ranks:
+                    side = rank, found[0], found[1].kind
+                    self.away.setdefault(side, deque(maxlen=_KEPT_AWAY)).append(found[1])
+                elif differing := self._match(rank, *found):
                     return differing
         return None
 
@@ -268,13 +294,19 @@ class Pairs:
         self._lossy.add(rank)
         self._reached = {side: number for side, number in self._reached.items() if side[0] != rank}
         self._open = {side: entries for side, entries in self._open.items() if side[1] != rank}
+        self.away = {side: entries for side, entries in self.away.items() if side[0] != rank}
 
-    def _has_reached(self, side: _Side, number: int) -> bool:
+    def knows(self, rank: int) -> bool:
+        """Whether a side of a rank that was never seen has submitted nothing."""
+        return rank not in self._lossy
+
+    def _has_reached(self, side: Side, number: int) -> bool:
         reached = self._reached.get(side)
         return side[0] in self._lossy if reached is None else reached >= number
 
     def _match(self, rank: int, peer: int, entry: Entry) -> dict[int, Entry] | None:
-        side, other = (rank, peer, entry.kind), (peer, rank, "recv" if entry.kind == "send" else "send")
+        side = rank, peer, entry.kind
+        other = opposite(side)
         self._reached[side] = entry.number
         waiting = self._open.get(other, {})
         theirs = waiting.pop(entry.number, None)
@@ -295,9 +327,9 @@ class Pairs:
             if not entries:
                 continue
             number, entry = next(iter(entries.items()))
-            known, clock = self._clocks.get(side, (0, _Clock()))
+            known, clock = self._clocks.get(side, (0, Clock()))
             if known != number:
-                clock = _Clock()
+                clock = Clock()
             clock.seconds += passed
             self._clocks[side] = number, clock
             found.append(Waiting(entry, (side[1],), clock.seconds, bool(entry.bound) and clock.warns()))

@@ -20,12 +20,15 @@ from butter_mpi.sentinel.connections import Connection, Connections
 if TYPE_CHECKING:
     from butter_mpi.sentinel.wire import Channel
 
-__all__ = ["COMPARED", "HUBS", "LETTERS", "REMEDY", "TAKEN_BACK", "Links"]
+__all__ = ["COMPARED", "HUBS", "LETTERS", "REMEDY", "SIDES", "TAKEN_BACK", "Links"]
 
 HUBS = 2
 COMPARED = ("place", "lowest", "show", "shown")
 """Messages about what ranks of several nodes submit, which these links only carry."""
 LETTERS = ("mail", "got")
+SIDES = "sides"
+"""What two nodes tell one another of sends and receives between their ranks."""
+_CARRIED = (*LETTERS, SIDES)
 """Messages from one node to another, which a hub carries between two that are not linked."""
 TAKEN_BACK = {"running": "stopped", "back": "cut"}
 """What is said of a rank, or of the node that it is on, and what was said before is no more so by that."""
@@ -180,7 +183,10 @@ class Links:
                 self._send(peer, {"kind": kind, **fields})
 
     def carry(self, node: int, attempt: int, kind: str, **fields: Any) -> None:
-        """Send one of :data:`LETTERS` to a node; through a hub, each time another one, where there is no link to it."""
+        """Send a message of those that hubs carry to a node.
+
+        Where there is no link to it, it goes through a hub: each time through another one.
+        """
         direct = self._peers.get(node)
         ways = [direct] if direct is not None and direct.heard else self._heard_hubs
         if ways:
@@ -329,7 +335,7 @@ class Links:
             peer.misses.discard(message["node"])
         elif kind in COMPARED or kind == _GATHERING:
             self._hear(kind, {"node": peer.number, **message})
-        elif kind in LETTERS:
+        elif kind in _CARRIED:
             if message["to"] == self._me:
                 self._hear(kind, message)
             else:

@@ -28,6 +28,7 @@ class RelayedControl(Control):
 
     def __init__(self, sentinel: Sentinel) -> None:
         self._sentinel, self._generation = sentinel, sentinel.reunion.generation
+        self.comm = None
         self._unsent: deque[tuple[list[int], str, dict[str, Any]]] = deque()
         self._sends = []
         self._begin(sentinel.rank, len(sentinel.descent.ranks))

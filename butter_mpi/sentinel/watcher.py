@@ -32,6 +32,7 @@ from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.across import Across, Standing
 from butter_mpi.sentinel.crying import cry
 from butter_mpi.sentinel.elsewhere import Elsewhere
+from butter_mpi.sentinel.facing import Facing
 from butter_mpi.sentinel.judging import (
     STAY,
     Late,
@@ -41,9 +42,10 @@ from butter_mpi.sentinel.judging import (
     first_difference,
     left_out_exchange,
     mismatch,
+    said_here,
     told_by,
 )
-from butter_mpi.sentinel.links import COMPARED
+from butter_mpi.sentinel.links import COMPARED, SIDES
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.networks import Networks
 from butter_mpi.sentinel.ordering import Orders
@@ -112,8 +114,7 @@ class Watcher:
             lambda: self._ranks, self._name, self._begin, self._judge, self._tell_lost, self._elsewhere, me
         )
         self._watch(self._links.fileno(), self._links.serve)
-        self._across = self._compare_across()
-        self._across_due = 0.0
+        self._compare_across()
         listener = socket.socket(fileno=config["listener"])
         listener.setblocking(False)
         self._watch(listener.fileno(), lambda: self._accept(listener))
@@ -125,12 +126,12 @@ class Watcher:
         # ``ordered``: all was compared that the last look saw.
         self._orders, self._orders_due, self._crossed, self._ordered = Orders(self._descent.name), 0.0, False, True
 
-    def _compare_across(self) -> Across | None:
-        """Return what compares ranks of several nodes, where there are some."""
-        elsewhere = self._elsewhere
-        if not elsewhere.several:
-            return None
-        return Across(self._config["links"]["me"], elsewhere.nodes, self._links.main.say)
+    def _compare_across(self) -> None:
+        """Compare what ranks of several nodes submit from now on, where there are some."""
+        elsewhere, me = self._elsewhere, self._config["links"]["me"]
+        self._across = Across(me, elsewhere.nodes, self._links.main.say) if elsewhere.several else None
+        self._facing = Facing(me, elsewhere.node, functools.partial(self._links.main.carry, kind=SIDES))
+        self._across_due = 0.0
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -330,6 +331,9 @@ class Watcher:
         elif kind in COMPARED:
             if self._across is not None:
                 self._across.hear(fields["node"], kind, fields)
+        elif kind == SIDES:
+            with contextlib.suppress(ArithmeticError, TypeError, ValueError):
+                self._facing.hear(fields["origin"], fields["epoch"], fields["rows"])
         elif kind == "notice":
             with contextlib.suppress(ArithmeticError, TypeError, ValueError):
                 self._judge_far(fields["notice"], fields["epoch"])
@@ -404,7 +408,7 @@ class Watcher:
         self._notices[epoch] = notice = {**verdict.notice(), **told}
         # First: a launcher may be about to end the ranks of other nodes too.
         self._links.main.publish("notice", notice=notice, epoch=epoch)
-        said = f"the watcher: {verdict.text}" if said_by is None else told_by(said_by.number, verdict.text)
+        said = said_here(verdict.text) if said_by is None else told_by(said_by.number, verdict.text)
         if said_by is None or verdict.error not in _RAISED_BY_ALL:
             self._cry(f"butter_mpi: {said}\n", said_by)
         self._spread(verdict, notice, epoch, said_by)
@@ -594,7 +598,7 @@ class Watcher:
 
     def _judge_submissions(self, passed: float) -> None:
         readers = {number: rank.reader for number, rank in self._ranks.items() if rank.judged and rank.reader}
-        if len(readers) < 2:
+        if not readers:
             return
         found = first_difference(readers) or left_out_exchange(readers)
         pair = self._pairs.read(readers)
@@ -618,14 +622,18 @@ class Watcher:
         if self._across_due <= 0:
             self._across_due = _SELDOM
             differing = self._across.look(readers, self._epoch, self._standing, self._links.main.leads)
+            differing = differing or self._facing.look(self._pairs, self._epoch, self._standing)
             if differing is not None:
                 self._judge(differing)
                 return
-        late, warning = self._across.wait(readers, passed if awake else 0.0)
-        if late is not None:
-            self._judge(late)
-        for rank in self._ranks.values() if warning else ():
-            rank.mention("warning", text=warning)
+        passed = passed if awake else 0.0
+        late, warning = self._across.wait(readers, passed)
+        found = [(rank, late, warning) for rank in self._ranks]
+        for number, late, warning in [*found, *self._facing.wait(self._pairs, passed)]:
+            if late is not None:
+                self._judge(late)
+            elif warning:
+                self._ranks[number].mention("warning", text=warning)
 
     def _standing(self, last: Sequence[int]) -> Standing:
         """Return what other nodes are told of the ranks that are last here."""
@@ -733,7 +741,7 @@ class Watcher:
         ranks = list(self._ranks.values())
         self._dead = [rank for rank in self._dead if rank in ranks]
         self._compare_anew()
-        self._across, self._across_due = self._compare_across(), 0.0
+        self._compare_across()
         self._recordings.go_on(self._descent, len(survivors))
         self.__dict__.pop("_older", None)
 

@@ -44,6 +44,8 @@ FIELDS: dict[str, dict[str, type]] = {
     "lowest": {"epoch": int, "at": int, **_STANDING},
     "show": {"epoch": int, "first": int, "last": int},
     "shown": {"epoch": int, "first": int, "last": int, "rank": int, "entries": list},
+    # and of sends and receives, between the two nodes of each pair
+    "sides": {"origin": int, "to": int, "epoch": int, "rows": list},
     # what ranks call together after a failure, from each node to the hubs; and their letters, between any two nodes
     "gathering": {"generation": int, "come": list, "elsewhere": list, "lost": list, "cut": list},
     "mail": {**_LETTER, "generation": int, "by": int, "ranks": list, "letter": str, "body": dict},

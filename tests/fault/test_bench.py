@@ -109,19 +109,32 @@ def test_file_that_cannot_be_written(tmp_path: Path) -> None:
     assert re.fullmatch(told, result.rank_err[0]) and not result.rank_err[1], result.text
 
 
-@pytest.mark.parametrize(("command", "mpi"), [(BENCH, "mpich"), (SWEEP, "openmpi")], ids=["bench", "sweep"])
-def test_wrong_argument_is_said_once(command: list[str], mpi: str) -> None:
-    """In one line, by one rank, however late; every rank ends with the status of wrong arguments."""
+@pytest.mark.parametrize(
+    ("name", "mpi", "words", "told"),
+    [
+        ("bench", "mpich", ["--nothing", "--nothing"], "unrecognized arguments: --nothing"),
+        (
+            "sweep",
+            "openmpi",
+            ["", "--nothing", "--from 8 --to 7"],
+            "unrecognized arguments: --nothing on rank 1, --from must not be larger than --to on rank 2",
+        ),
+    ],
+    ids=["of all", "of others"],
+)
+def test_wrong_arguments_are_said_once(name: str, mpi: str, words: list[str], told: str) -> None:
+    """In one line, by rank 0, however late; every rank ends with the status of wrong arguments."""
     # A rank that leaves with a status has Open MPI end all others.
     program = f"""
     import os, runpy, sys, time
     time.sleep(float(os.environ["LATE"]))
-    sys.argv[1:] = ["--nothing"]
-    runpy.run_module("{command[1]}", run_name="__main__")
+    sys.argv[1:] = os.environ["WORDS"].split()
+    runpy.run_module("butter_mpi.{name}", run_name="__main__")
     """
-    result = run_job(2, textwrap.dedent(program), mpi=mpi, env={"LATE": "0"}, rank_env={0: {"LATE": "1"}}, timeout=60)
-    assert result.rc == 2 and not result.rank_err[1], result.text
-    assert re.fullmatch(r"butter_mpi\.\w+: unrecognized arguments: --nothing \(.*\)\n", result.rank_err[0]), result.text
+    ranks = {rank: {"WORDS": some, "LATE": "0" if rank else "1"} for rank, some in enumerate(words)}
+    result = run_job(len(words), textwrap.dedent(program), mpi=mpi, rank_env=ranks, timeout=60)
+    assert result.rc == 2 and not any(result.rank_err[1:]), result.text
+    assert result.rank_err[0] == f"butter_mpi.{name}: {told} (--help lists the options)\n", result.text
 
 
 @pytest.mark.parametrize("command", [BENCH, SWEEP], ids=["bench", "sweep"])

@@ -250,6 +250,9 @@ def test_start_over_a_network_that_leads_nowhere(disturbed: Scene) -> None:
             rf"host host2 cannot reach over lo that of host host1 \(rank 0\) at {at} \(Connection refused\)",
         )
         assert re.search(said[rank], out), out
+    cried = [line for line in result.text.splitlines() if line.startswith("butter_mpi: the watcher")]
+    assert any(line.startswith("butter_mpi: the watcher of host host") for line in cried), result.text
+    assert not any("the watcher: the watcher" in line for line in cried), result.text
 
 
 def test_start_over_a_network_that_is_not_there(hosts: Hosts) -> None:

@@ -53,6 +53,17 @@ child.barrier() if HOST == "host1" else total(child)
 raised(lambda: child.wait_for_async_error(10), butter_mpi.CollectiveMismatchError)
 child.attempt_reconnect()
 assert total(child) == 15
+# So are sends and receives.
+place = memory(child)
+pointer = place.put(np.zeros(8, np.float32))
+if child.rank == 0:
+    child.backend.send_to(pointer, 32, 4, child.backend.stream)
+if child.rank == 4:
+    child.backend.recv_from(pointer, 16, 0, child.backend.stream)
+error = raised(lambda: child.wait_for_async_error(10), butter_mpi.CollectiveMismatchError)
+assert "as send and recv #" in str(error) and set(error.records) == {0, 4}, error
+child.attempt_reconnect()
+assert total(child) == 15
 say(f"dies {time.monotonic()} cut")
 error = lost(child)
 assert error.lost_ranks == ((0, 1, 2) if HOST == "host3" else (3, 4)), error

@@ -78,3 +78,11 @@ def test_first_candidate_is_what_nccl_takes(scene: str) -> None:
     network = json.loads(page)["network"]
     assert network["NCCL's candidates"].split("; ")[0].split(", ")[0] == (wanted or "none"), network
     assert ("warnings" in network) is (not wanted), network
+
+
+def test_networks_of_watchers_are_told() -> None:
+    """With the addresses that they have here, and a warning for one that has none."""
+    command = ["ip link set lo up", "BUTTER_MPI_WATCH_INTERFACE='lo,ib7|ib8' " + shlex.quote(sys.executable)]
+    network = json.loads(in_name_space(command[0], f"{command[1]} -m butter_mpi --json"))["network"]
+    assert network["watchers of several nodes"] == "lo (127.0.0.1, ::1); ib7|ib8 (no address)", network
+    assert any("ib7|ib8 has no address: a start is refused" in one for one in network["warnings"]), network

@@ -16,6 +16,7 @@ from helpers.mpirun import find_mpi, run_job
 from helpers.processes import FOLDER_PREFIX
 from helpers.require import need
 from helpers.script import NOBODY, Script, ScriptResult, run_script
+from helpers.standin import build
 
 ROOT = Path(__file__).resolve().parents[2]
 SELFTEST = ROOT / "launch" / "selftest"
@@ -92,16 +93,35 @@ def test_wrong_option_is_refused_in_one_line(arguments: list[str], said: str, tm
         (["a", "--nothing", "3"], "butter_mpi.sweep: unrecognized arguments: --nothing 3 (--help lists the options)"),
         (["a", "--to=2"], "butter_mpi.sweep: argument --to: a size is a number of bytes, 4 or more"),
         (["a"], "the GPUs cannot be counted: no CUDA driver"),
+        (["a", "--ranks", "2"], "NCCL_LIBRARY names no file: /none/libnccl.so.2"),
     ],
 )
 def test_measuring_gpus_is_refused_in_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
     """What would end a job later ends launch/gpus before the first one, with a reason; no folder is left."""
     mpi = find_mpi("openmpi")
-    env = {"PATH": f"{Path(mpi.mpirun).parent}:/usr/bin:/bin", "LD_LIBRARY_PATH": str(tmp_path)}
+    path = f"{Path(mpi.mpirun).parent}:/usr/bin:/bin"
+    env = {"PATH": path, "LD_LIBRARY_PATH": str(tmp_path), "NCCL_LIBRARY": "/none/libnccl.so.2"}
     # A library that is none: also where there is a driver.
     (tmp_path / "libcuda.so.1").write_text("")
     line = one_line(run_script([ROOT / "launch" / "gpus", *arguments], env=env, cwd=tmp_path))
     assert line.startswith(f"launch: {said}") and [*tmp_path.iterdir()] == [tmp_path / "libcuda.so.1"], line
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pytest_mpi", r"\S+/python lacks pytest_mpi \(not whole\): python -m pip install '\S+\[test\]'"),
+        ("cupy", r"CuPy, .*, does not work here \(ImportError: not whole\): python -m pip install 'cupy-cuda13x.*"),
+    ],
+)
+def test_measuring_gpus_needs_what_its_last_job_imports(name: str, said: str, tmp_path: Path) -> None:
+    """A package that is not there, or does not work, ends launch/gpus before its first job, with what brings it."""
+    mpi = find_mpi("openmpi")
+    (tmp_path / f"{name}.py").write_text("raise ImportError('not whole')\n")
+    env = {"PATH": f"{Path(mpi.mpirun).parent}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    env["NCCL_LIBRARY"] = str(build().nccl)
+    line = one_line(run_script([ROOT / "launch" / "gpus", "found", "--ranks", "2"], env=env, cwd=tmp_path))
+    assert re.fullmatch(f"launch: {said}", line) and not (tmp_path / "found").exists(), line
 
 
 @pytest.mark.parametrize(

@@ -347,3 +347,57 @@ MPI.Finalize()
     result = run_job(1, program)
     assert "call MPI.Init_thread() before init" in result.rank_out[0], result.text
     assert result.rc == 0 and result.rank_out[0].endswith("\n1\n"), result.text
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_refusal_that_nobody_catches_has_one_traceback(mpi: str) -> None:
+    """Rank 0 shows it as Python does, each other rank in two lines: what, and where in the program."""
+    result = run_job(3, 'import butter_mpi\nbutter_mpi.init(plane="gpu")\n', mpi=mpi, timeout=30)
+    assert result.rc == 1 and result.text.count("Traceback") == 1, result.text
+    (whole,) = re.findall(r"^butter_mpi\.errors\.PreflightError: (.*)", result.rank_err[0], re.MULTILINE)
+    for rank in (1, 2):
+        first, second = result.rank_err[rank].splitlines()
+        assert re.match(rf"butter_mpi: PreflightError: rank {rank}/3 on \S+: ", first) and whole in first, result.text
+        assert first.endswith("(the same on every rank; rank 0 has the rest)"), result.text
+        assert re.fullmatch(r"  raised at \S+/program\.py:2", second), result.text
+
+
+SHOWN = """
+import sys
+import butter_mpi
+from mpi4py import MPI
+from butter_mpi.launch import read_launch
+rank = read_launch(__import__("os").environ).claimed_rank
+{before}
+try:
+    try:
+        butter_mpi.init()
+    except butter_mpi.StartError as error:
+        if rank == 2: error.add_note("seen on rank 2")
+        if rank == 3: raise RuntimeError("another one") from error
+        raise
+except Exception as error:
+    sys.excepthook(type(error), error, error.__traceback__)
+"""
+
+
+def test_failed_start_that_nobody_catches_keeps_what_only_one_rank_knows() -> None:
+    """Each rank's own text is shown whole; what a traceback says beside it, and other errors, as Python does."""
+    result = run_job(4, SHOWN.format(before="MPI.Finalize()"), timeout=30)
+    assert result.rc == 0, result.text
+    plain, short, noted, another = result.rank_err
+    said = "init: MPI.Finalize was called"
+    assert all("Traceback" in one and said in one for one in (plain, noted, another)), result.text
+    assert re.match(rf"butter_mpi: StartError: rank 1: {said}.*\n  raised at \S+/program\.py:10\n$", short), result.text
+    assert "seen on rank 2" in noted and "RuntimeError: another one" in another, result.text
+
+
+def test_wrong_launcher_that_nobody_catches_has_one_traceback() -> None:
+    """Where MPI is none, or one for each rank alone, ranks are those that the launcher has started."""
+    program = SHOWN.format(before="").replace("from mpi4py import MPI\n", "")
+    result = run_job(2, program, mpi="openmpi", library="mpich", timeout=30)
+    assert result.rc == 0 and result.text.count("Traceback") == 1 and "Traceback" in result.rank_err[0], result.text
+    first, second = result.rank_err[1].splitlines()
+    said = r"butter_mpi: StartError: rank 1/2 on \S+: start: this job was started by mpirun of Open MPI, but "
+    assert re.match(said, first), result.text
+    assert re.fullmatch(r"  raised at \S+/program\.py:9", second), result.text

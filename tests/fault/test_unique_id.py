@@ -69,4 +69,4 @@ def test_unique_id_that_does_not_come_is_bounded() -> None:
         "    return nccl", "    import threading; threading.Event().wait()\n    return nccl"
     )
     result = run_job(2, program, env={"NCCL_LIBRARY": library()}, timeout=20)
-    assert result.rc != 0 and "Overdue: carrying the unique ID" in result.rank_err[1], result.text
+    assert result.rc != 0 and "Overdue: sharing the unique ID" in result.rank_err[1], result.text

@@ -24,11 +24,14 @@ _OURS = re.compile(r"^\S*python\S* .*(scene\.py|sentinel/__main__\.py)")
 _ALL_KNOW_SECONDS = 12.0
 
 
+def both_networks(plane: str) -> dict[str, str]:
+    """Return what tells watchers to have links over either network: on the nccl plane that NCCL's is named."""
+    return {"BUTTER_MPI_WATCH_INTERFACE": "ctl0,data0"} if plane == HOST else {"NCCL_SOCKET_IFNAME": "data0"}
+
+
 def environment(cell: Cell) -> dict[str, str]:
-    """Return what a cell needs to see the loss of either network: on the nccl plane that NCCL's is named."""
-    if cell.kind != "cut":
-        return {}
-    return {"BUTTER_MPI_WATCH_INTERFACE": "ctl0,data0"} if cell.plane == HOST else {"NCCL_SOCKET_IFNAME": "data0"}
+    """Return what a cell needs."""
+    return both_networks(cell.plane) if cell.kind == "cut" else {}
 
 
 def _cut(cell: Cell) -> tuple[str, ...]:

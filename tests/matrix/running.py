@@ -117,8 +117,9 @@ class Runner:
         seconds, deadline = calm.full if full else calm.ci, calm.deadlines[full]
         limit = seconds + 60
         program = [str(HERE / "calm.py"), name, plane, str(seconds), str(deadline)]
+        both = outside.both_networks(plane) if calm.hosts else {}
         with (
-            self._job(launcher, program, limit, RANKS, env=_environment(plane, "")) as (job, file, hosts),
+            self._job(launcher, program, limit, RANKS, env=_environment(plane, "") | both) as (job, file, hosts),
             contextlib.ExitStack() as stack,
         ):
             ends = _Ends(job)

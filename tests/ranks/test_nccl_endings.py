@@ -195,6 +195,23 @@ def test_many_closed_at_different_times(comm: Communicator, plane: Any, memory: 
     assert time.monotonic() - began < 1.5
 
 
+def test_closed_in_opposite_orders(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
+    """Ranks that wait for one another in the closes of different communicators see that, and wait no longer."""
+    parts = [comm.dup() for _ in range(3)]
+    for part in parts:
+        part.barrier()
+    memory.wait()
+    WORLD.Barrier()
+    began = time.monotonic()
+    for part in parts if RANK % 2 else reversed(parts):
+        part.close()
+    assert time.monotonic() - began < 1.5
+    comm.close()
+    planes: list[Any] = [part.backend for part in parts]
+    with butter_mpi.init(plane="nccl", share_gpu=comm.settings.share_gpu):
+        assert until(lambda: all(one._closing.done for one in planes), 5)
+
+
 def test_closed_whatever_is_asked(comm: Communicator, plane: Any, memory: DeviceMemory) -> None:
     """A closed communicator says so, also where it is handed its own stream, which is gone."""
     comm.close()

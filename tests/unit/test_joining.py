@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from butter_mpi import nccl
 from butter_mpi.control import Watch
 from butter_mpi.detached import Detached
 from butter_mpi.planes.entering import Inside
-from butter_mpi.planes.joining import abort
+from butter_mpi.planes.joining import Bound, abort
 
 
 def test_an_abort_waits_for_the_call_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,14 @@ def test_an_abort_waits_for_the_call_that_is_stuck(monkeypatch: pytest.MonkeyPat
     assert order == ["call", "context", 64]
     abort(library, device, 72, inside).result(Watch(10), "aborting")
     assert order[-1] == 72
+
+
+def test_a_step_has_one_name() -> None:
+    """It is told as the step that this rank is in, and has its time once it has ended; one that fails has none."""
+    told: list[str] = []
+    bound = Bound(Watch(10), lambda: None, told.append)
+    with bound.step("one") as step:
+        assert told == [step] == ["one"]
+    with contextlib.suppress(OSError), bound.step("other"):
+        raise OSError
+    assert told == ["one", "other"] and list(bound.watch.phases) == ["one"]

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from butter_mpi.interfaces import interfaces, nccl_interfaces
 from butter_mpi.machine import (
     infiniband,
-    interfaces,
-    nccl_interfaces,
     pid_namespace,
     ptrace_scope,
     remove_ipc,

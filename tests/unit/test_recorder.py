@@ -475,7 +475,7 @@ def test_watchers_modules_need_no_installed_package() -> None:
     )
     names = set(json.loads(done.stdout))
     watcher = "watcher watched messages crying gathering judging ordering process recordings relay".split()
-    between = "across connections elsewhere links mailing".split()
+    between = "across connections elsewhere facing links mailing networks".split()
     own = {f"butter_mpi.sentinel.{name}" for name in [*watcher, *between]}
     rooms = "outcome _version descent descriptors findings recorder recording segments sentinel".split()
     shared = {f"butter_mpi.{name}" for name in rooms}

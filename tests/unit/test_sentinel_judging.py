@@ -22,6 +22,7 @@ from butter_mpi.sentinel.judging import (
     first_difference,
     left_out_exchange,
     mismatch,
+    said_here,
 )
 
 BOUND = 60.0
@@ -373,3 +374,15 @@ def test_pair_that_does_not_fit_is_told() -> None:
         ranks.recorders[0].write(Operation("send", 9, DType.FLOAT32, peer=2), 1)
         found = pairs.read(ranks.readers)
     assert found is not None and set(found) == {0, 2} and "send and recv #1" in mismatch(found).text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rank 1/2 on n01 was killed", "the watcher: rank 1/2 on n01 was killed"),
+        ("the watcher of host n1 cannot reach that of host n0", "the watcher of host n1 cannot reach that of host n0"),
+    ],
+)
+def test_watcher_names_itself_once(text: str, said: str) -> None:
+    """What it says begins with its name, also where the text has it already."""
+    assert said_here(text) == said

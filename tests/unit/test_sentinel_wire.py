@@ -30,6 +30,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "lowest", "epoch": 0, "at": 7, **STANDING},
     {"kind": "show", "epoch": 0, "first": 7, "last": 9},
     {"kind": "shown", "epoch": 0, "first": 7, "last": 9, "rank": 4, "entries": [[7, 0.5, 2**60, 3, 4, "a", 10.0, 0]]},
+    {"kind": "sides", "origin": 2, "to": 0, "epoch": 0, "rows": [[4, 1, 0, 7, True, "x", False, []]]},
     {"kind": "gathering", "generation": 0, "come": [[2, "x", 7, 0, 9.0, 1]], "elsewhere": [], "lost": [], "cut": []},
     {"kind": "mail", **LETTER, "generation": 2, "by": 4, "ranks": [0], "letter": "op", "body": {"n": 1}},
     {"kind": "got", **LETTER},
