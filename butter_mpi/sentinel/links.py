@@ -125,6 +125,8 @@ class Links:
         # What was said, by origin, kind and subject, in the order of the serial numbers of each origin.
         self._said: dict[tuple[int, str, int], dict[str, Any]] = {}
         self._cut: set[int] = set()
+        # Of a leaf: the nodes of which a hub says so.
+        self._told_cut: set[int] = set()
         self._complete = self._up = self._begun = self._over = self._failed = self._leaving = False
         self._beat_due = self._waited = self._left = 0.0
 
@@ -217,13 +219,13 @@ class Links:
     @property
     def cut(self) -> frozenset[int]:
         """The nodes that nobody hears any more."""
-        return frozenset(self._cut)
+        return frozenset(self._cut | self._told_cut)
 
     def away(self, node: int) -> bool:
         """Whether a node is cut off, or says nothing more of ranks."""
         if node == self._me:
             return self._over
-        return node in self._cut or (node in self._peers and self._peers[node].over)
+        return node in self.cut or (node in self._peers and self._peers[node].over)
 
     def go_on(self, ranks: dict[int, list[int]]) -> None:
         """Know the ranks of each node that has any by new numbers, in messages."""
@@ -360,6 +362,8 @@ class Links:
         if kind not in ("cut", "back"):
             self._hear(kind, fields)
         elif fields["node"] != self._me:
+            if self._me >= HUBS:
+                (self._told_cut.add if kind == "cut" else self._told_cut.discard)(fields["node"])
             if kind == "cut" and self._me >= HUBS and not self._over:
                 # Where no rank of that hub takes part any more, it has no verdict for those that do.
                 self._accuse(self._nodes[fields["node"]][1], fields["text"], "")
@@ -395,6 +399,7 @@ class Links:
 
     def _alive(self, peer: _Peer) -> None:
         peer.silence = 0.0
+        self._told_cut.discard(peer.number)
         if peer.deaf:
             peer.deaf = False
             self._send_all("hears", but=peer, node=peer.number)

@@ -204,6 +204,25 @@ def test_a_part_with_neither_hub_is_refused(world: World) -> None:
     assert all(told["kind"] == "refused" and told["alone"] for told in world.watchers[2].answers())
 
 
+@pytest.mark.parametrize("world", [(4,), (4, "data0")], indirect=True)
+def test_without_a_rank_on_one_hub_the_loss_of_the_other_is_known_on_each_host(world: World) -> None:
+    """Who hears of it from the one that is left waits for no decision of the lost one; and would, once it is back."""
+    world.watchers[1].die(0)
+    world.watchers[1].die(1)
+    for network in range(len(world.net.nodes[0].networks._every)):
+        world.net.cut_off(0, network)
+    world.pass_time(SILENCE + 1)
+    for watcher in world.watchers[2:]:
+        watcher.call()
+    world.pass_time(2)
+    for watcher in world.watchers[2:]:
+        assert all("cannot be reached from here" in told["text"] for told in watcher.answers()), watcher.answers()
+    for network in range(len(world.net.nodes[0].networks._every)):
+        world.net.mend(network)
+    world.pass_time(2)
+    assert [watcher.elsewhere.decides for watcher in world.watchers] == [0] * 4
+
+
 @nodes(4)
 def test_without_a_rank_on_either_hub_only_one_host_goes_on(world: World) -> None:
     """Where the dead are known to be dead, and those that live are on one host; on two nobody would link these."""
