@@ -188,7 +188,11 @@ class Door:
                 own.pop().close()
                 failures.append(f"{address}: {error.strerror}. {REMEDY}")
         if not own:
-            there = [f"{row['name']} ({', '.join(row['addresses'])})" for row in interfaces() if row["addresses"]]
+            there = [
+                f"{row['name']} ({', '.join([*row['addresses'], *['down'] * (not row['up'])])})"
+                for row in interfaces()
+                if row["addresses"]
+            ]
             wanted = f"{name} of watch_interface={self._names} has no address" if name else "no address to listen on"
             raise OSError("; ".join(failures) or f"{wanted}; there are {', '.join(there) or 'none'}. {_NAME_OTHERS}")
 

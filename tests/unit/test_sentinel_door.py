@@ -131,6 +131,16 @@ def test_where_a_hub_cannot_listen_all_say_so(doors: Callable[..., list[Door]]) 
         assert "Name interfaces that these hosts have" in refusal and "Open" not in refusal
 
 
+def test_interface_that_is_down_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, doors: Callable[..., list[Door]]
+) -> None:
+    """Its address is there, and nobody reaches it."""
+    monkeypatch.setattr(door, "interfaces", lambda: ROWS)
+    said = json.loads(doors(OFFERS, "eth1")[2].payload())
+    assert "eth1 of watch_interface=eth1 has no address; there are lo" in said["failure"]
+    assert "ib0 (10.1.0.7, fd00::7), eth1 (10.2.0.7, down), usb0" in said["failure"]
+
+
 def test_further_networks_have_secrets_and_listeners_of_their_own(
     monkeypatch: pytest.MonkeyPatch, doors: Callable[..., list[Door]]
 ) -> None:
