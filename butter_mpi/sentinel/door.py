@@ -220,7 +220,7 @@ class Door:
         hubs = self._hubs(said)
         fewest = min(len(one["at"]) for one in hubs.values())
         if any(one["names"] is not None and len(one["at"]) > fewest for one in hubs.values()):
-            named = ", ".join(f"{one['names']} on rank {number}" for number, one in hubs.items())
+            named = ", ".join(f"{one['names'] or 'none'} on rank {number}" for number, one in hubs.items())
             text = f"watch_interface names more networks on one host than on another: {named}"
             return f"{text}. Name as many on every host, in one order (BUTTER_MPI_WATCH_INTERFACE)"
         return ""
