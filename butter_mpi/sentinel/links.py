@@ -88,7 +88,8 @@ class Links:
         a hub), ``secret`` (of the job, in hexadecimal) and ``patience`` (seconds after which a call that nothing takes
         ends the start).
     hear : callable
-        Is handed what another watcher found: its kind, and the fields.
+        Is handed what another watcher found: its kind, and the fields; and of each rank of a node that is cut off, or
+        back, that it is.
     accuse : callable
         Is handed the ranks that are to blame, a text and the phase, where this watcher finds what breaks.
     beside : callable, optional
@@ -363,7 +364,8 @@ class Links:
             self._hear(kind, fields)
         elif fields["node"] != self._me:
             if self._me >= HUBS:
-                (self._told_cut.add if kind == "cut" else self._told_cut.discard)(fields["node"])
+                note = self._told_cut.add if kind == "cut" else self._told_cut.discard
+                note(fields["node"])
             if kind == "cut" and self._me >= HUBS and not self._over:
                 # Where no rank of that hub takes part any more, it has no verdict for those that do.
                 self._accuse(self._nodes[fields["node"]][1], fields["text"], "")
