@@ -14,7 +14,7 @@ from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
-from butter_mpi.findings import grouped
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.launch import read_launch
 from butter_mpi.policy import set_unset_policy
 from butter_mpi.selftest.console import Parser, UsageError, ask_for
@@ -22,6 +22,8 @@ from butter_mpi.selftest.options import USAGE
 from butter_mpi.selftest.start import Refused, Together, load_mpi
 
 __all__ = ["Array", "command_line", "parsed", "run", "wait"]
+
+_HELP = "--help was asked for"
 
 _SECONDS = 60.0
 _OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
@@ -127,19 +129,23 @@ def parsed(
     try:
         options = parser.parse_args(arguments)
         if options.help:
-            return 0 if info.claimed_rank else ask_for(parser.format_help(), f"butter_mpi.{name}", 1)
-        check(options)
+            usage = _HELP
+        else:
+            check(options)
     except UsageError as error:
         usage = str(error)
     every, rank = [usage], info.claimed_rank or 0
     if (info.claimed_size or 1) > 1:
         with contextlib.suppress(Refused):
             every, rank = _exchanged(usage, rank)
+    if set(every) == {_HELP}:
+        return 0 if rank else ask_for(parser.format_help(), f"butter_mpi.{name}", 1)
     wrong = [(number, text) for number, text in enumerate(every) if text]
     if not wrong:
         return options
     if rank == 0:
-        text = usage if set(every) == {usage} else grouped(wrong)
+        by_rank = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_value(wrong).items())
+        text = usage if set(every) == {usage} else by_rank
         sys.stderr.write(f"butter_mpi.{name}: {text} (--help lists the options)\n")
     return USAGE
 

@@ -204,7 +204,7 @@ def _mpi(seconds: float) -> Any:
         _check_mpi(mpi)
     except StartError as error:
         rank = _claimed_rank()
-        show_once(error, f"rank {rank}", None if ENDING.forked else rank, everywhere=False)
+        show_once(error, f"rank {rank}", None if ENDING.forked else rank)
         raise
     return mpi
 
@@ -292,12 +292,7 @@ class _Start(Survivors):
                 ENDING.alone()
             several = self._comm.size > 1
             rank = self._comm.rank if several else _claimed_rank() if self._mpi.COMM_WORLD.size == 1 else None
-            show_once(
-                error,
-                self._who if several else f"rank {rank}",
-                rank,
-                everywhere=several and isinstance(error, PreflightError),
-            )
+            show_once(error, self._who if several else f"rank {rank}", rank)
             raise
 
     def run_after_loss(self) -> Communicator:

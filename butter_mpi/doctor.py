@@ -7,6 +7,7 @@ are not loaded here, and no CUDA context is made anywhere. A section that cannot
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -150,7 +151,11 @@ def _network(env: Mapping[str, str]) -> Section:
     found: Section = {row["name"]: f"{_link(row)}, {', '.join(row['addresses']) or 'no address'}" for row in rows}
     found["NCCL's candidates"] = f"{', '.join(chosen) or 'none'}; {rule}"
     found["RDMA"] = "; ".join(machine.infiniband()) or "no device in /sys/class/infiniband"
-    watched = networks(env.get("BUTTER_MPI_WATCH_INTERFACE") or None, named_interface(rows, value))
+    names = None
+    with contextlib.suppress(ValueError):
+        # What is wrong with it stands with the variables.
+        names = Settings.resolve(env).watch_interface
+    watched = networks(names, named_interface(rows, value))
     found["watchers of several nodes"] = "; ".join(_watched(*one) for one in watched)
     absent = [name or "this host" for name, addresses in watched if not addresses]
     warnings = ["NCCL would find no interface for its bootstrap, which needs one also on one host"] * (not chosen)

@@ -10,7 +10,6 @@ import traceback
 import weakref
 from types import TracebackType
 
-from butter_mpi.ending import say
 from butter_mpi.errors import ButterError
 
 __all__ = ["show_once"]
@@ -18,10 +17,11 @@ __all__ = ["show_once"]
 _SHORT: weakref.WeakKeyDictionary[ButterError, str] = weakref.WeakKeyDictionary()
 
 
-def show_once(error: ButterError, who: str, rank: int | None, *, everywhere: bool) -> None:
-    """On other ranks than the first, let an error that nobody catches be shown in short, without its traceback.
+def show_once(error: ButterError, who: str, rank: int | None) -> None:
+    """On other ranks than the first, let an error that nobody catches be shown without its traceback.
 
-    A hook of the program's own shows it as it likes.
+    Its text is whole on each: what another rank comes to show before the job ends cannot be known. A hook of the
+    program's own shows it as it likes.
 
     Parameters
     ----------
@@ -31,14 +31,10 @@ def show_once(error: ButterError, who: str, rank: int | None, *, everywhere: boo
         This rank.
     rank : int or None
         Its number; ``None``: there is no other rank.
-    everywhere : bool
-        Whether every rank has the same text, and ends only once all have shown it: the first line is enough then.
     """
     if not rank:
         return
     text = error.message if error.message.startswith("rank ") else f"{who}: {error.message}"
-    if everywhere:
-        text = f"{text.splitlines()[0]} (the same on every rank; rank 0 has the rest)"
     _SHORT[error] = f"{type(error).__name__}: {text}"
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -50,7 +46,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if text is None or _has_more(error):
         sys.__excepthook__(kind, error, trace)
     else:
-        say(f"{text}\n  raised at {_place(trace)}")
+        # Where Python would, and at once, so that lines of other ranks come before or after it.
+        sys.stderr.write(f"butter_mpi: {text}\n  raised at {_place(trace)}\n")
+        sys.stderr.flush()
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -517,9 +517,9 @@ class Links:
         return not any(peer.heard for peer in self._peers.values())
 
     def _leaves_it_to_others(self, silent: Sequence[_Peer]) -> bool:
-        """Whether others may soon name this node, as the one that this network has lost, over another one."""
-        able = len(self._nodes) > HUBS and any(self._beside(peer.number) for peer in silent)
-        return able and self._hears_nobody and max(peer.silence for peer in silent) < _SILENCE + _BEAT
+        """Whether others may soon name this node, as the one that is cut off: their word comes by another way."""
+        soon = max(peer.silence for peer in silent) < _SILENCE + _BEAT
+        return soon and len(self._nodes) > HUBS and self._hears_nobody
 
     def _judge(self) -> None:
         """Accuse the nodes that nobody hears any more, and with them those that are silent nearly as long.

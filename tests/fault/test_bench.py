@@ -117,10 +117,11 @@ def test_file_that_cannot_be_written(tmp_path: Path) -> None:
             "sweep",
             "openmpi",
             ["", "--nothing", "--from 8 --to 7"],
-            "unrecognized arguments: --nothing on rank 1, --from must not be larger than --to on rank 2",
+            "rank 1: unrecognized arguments: --nothing; rank 2: --from must not be larger than --to",
         ),
+        ("bench", "mpich", ["", "--help"], "rank 1: --help was asked for"),
     ],
-    ids=["of all", "of others"],
+    ids=["of all", "of others", "help"],
 )
 def test_wrong_arguments_are_said_once(name: str, mpi: str, words: list[str], told: str) -> None:
     """In one line, by rank 0, however late; every rank ends with the status of wrong arguments."""
