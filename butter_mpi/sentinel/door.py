@@ -186,7 +186,9 @@ class Door:
                 sock.listen(_BACKLOG + len(self._nodes))
             except OSError as error:
                 own.pop().close()
-                failures.append(f"{address}: {error.strerror}. {REMEDY}")
+                failures.append(f"{address}: {error.strerror}")
+        if not own and failures:
+            raise OSError(f"{'; '.join(failures)}. {REMEDY}")
         if not own:
             there = [
                 f"{row['name']} ({', '.join([*row['addresses'], *['down'] * (not row['up'])])})"
@@ -194,7 +196,7 @@ class Door:
                 if row["addresses"]
             ]
             wanted = f"{name} of watch_interface={self._names} has no address" if name else "no address to listen on"
-            raise OSError("; ".join(failures) or f"{wanted}; there are {', '.join(there) or 'none'}. {_NAME_OTHERS}")
+            raise OSError(f"{wanted}; there are {', '.join(there) or 'none'}. {_NAME_OTHERS}")
 
     def payload(self) -> bytes:
         """Return what every rank must know: of a leader its host, of a hub's where it listens, of rank 0 the secret."""
