@@ -505,8 +505,12 @@ class _Start(Survivors):
 
     def _data_interface(self) -> str | None:
         """Return the interface that the user has told NCCL to use, where it is used."""
-        told = effective_nccl(c_environment()).get("NCCL_SOCKET_IFNAME", (None,))[0]
-        return None if self._settings.plane == "host" else named_interface(interfaces(), told)
+        # What is wrong with NCCL's settings on one rank, all are told by preflight.
+        with contextlib.suppress(OSError, ValueError):
+            if self._settings.plane != "host":
+                told = effective_nccl(c_environment()).get("NCCL_SOCKET_IFNAME", (None,))[0]
+                return named_interface(interfaces(), told)
+        return None
 
     def _links(self, door: Door, gather: Gather) -> dict[str, Any]:
         """Return what the watcher of this node is told of those of the others; every rank of the job calls this."""
