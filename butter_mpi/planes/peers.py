@@ -204,12 +204,12 @@ class PeerPlane(Surviving):
         while not meeting.met(record):
             yield False
         # Where this rank was stopped others may have given it up, and what is begun with them would never end.
-        if self._sentinel is not None and self._sentinel.behind:
+        if self._sentinel is not None:
             grace = Watch(_GRACE)
             while self._sentinel.behind and not grace.tick():
                 yield False
-            # What has been heard by now ends this.
-            yield False
+            # What has been heard by now ends this, also where it was heard since the last look.
+            yield True
         yield from data
 
     def _finish(self, tasks: list[Task], meeting: Meeting, record: dict[str, Any], limit: float | None) -> None:
