@@ -482,7 +482,7 @@ class _Start(Survivors):
             offer.close()
             return None
         names, deadline = settings.watch_interface, settings.start_deadline
-        door = Door(every, self._comm.rank, names, self._data_interface(), deadline)
+        door = Door(every, self._comm.rank, names, self._data_interface, deadline)
         try:
             linked = door.needed and all(one["watch"] != "node" for one in every)
             # Where parts of a communicator meet together, others may have links.

@@ -11,7 +11,7 @@ import hmac
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from butter_mpi.control import Overdue, Watch
@@ -135,8 +135,8 @@ class Door:
         This rank.
     names : str or None
         The interfaces to use, as :func:`networks` has them.
-    data : str or None
-        The interface of the data plane, likewise.
+    data : callable
+        Returns the interface of the data plane, likewise; asked only where this rank listens.
     start_deadline : float
         Seconds that the start may take.
     """
@@ -146,7 +146,7 @@ class Door:
         offers: Sequence[Mapping[str, Any]],
         rank: int,
         names: str | None,
-        data: str | None,
+        data: Callable[[], str | None],
         start_deadline: float,
     ) -> None:
         self._rank, self._names, self._patience = rank, names, start_deadline / 2
@@ -159,7 +159,7 @@ class Door:
         self._failure = ""
         if self._leads and self._me < HUBS and self.needed:
             try:
-                for name, addresses in networks(names, data):
+                for name, addresses in networks(names, data()):
                     self._listen(name, addresses)
             except OSError as error:
                 self.close()

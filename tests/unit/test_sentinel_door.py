@@ -81,7 +81,7 @@ def doors() -> Iterator[Callable[..., list[Door]]]:
     made: list[Door] = []
 
     def make(offers: list[dict[str, str]], names: str | None = "lo") -> list[Door]:
-        made.extend(Door(offers, rank, names, None, 60) for rank in range(len(offers)))
+        made.extend(Door(offers, rank, names, lambda: None, 60) for rank in range(len(offers)))
         return made
 
     yield make
