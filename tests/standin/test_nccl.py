@@ -159,11 +159,106 @@ def test_captured_operation_is_not_run(standin: Standin) -> None:
     given = [nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream))]
     check(driver.cuStreamBeginCapture(stream, relaxed))
     given.append(nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)))
-    ended = int(driver.cuStreamEndCapture(stream)[0])
+    ended, graph = driver.cuStreamEndCapture(stream)
+    check(driver.cuGraphDestroy(graph))
     check(driver.cuStreamSynchronize(stream))
-    print(json.dumps([given, ended, float(gpu.get(x, np.zeros(4, np.float32))[0]), nccl.CommDestroy(comm)]))
+    print(json.dumps([given, int(ended), float(gpu.get(x, np.zeros(4, np.float32))[0]), nccl.CommDestroy(comm)]))
     """
     assert values(standin, 2, code) == [[[0, 0], 0, 2.0, 0]] * 2
+
+
+GRAPH = """
+mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+x = gpu.put(np.ones(4, np.float32))
+assert nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)) == 0
+def instance():
+    check(driver.cuStreamBeginCapture(stream, mode))
+    assert nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)) == 0
+    graph = check(driver.cuStreamEndCapture(stream))
+    nodes = check(driver.cuGraphGetNodes(graph, int(driver.cuGraphGetNodes(graph)[2])))[0]
+    kinds = [int(check(driver.cuGraphNodeGetType(node))) for node in nodes]
+    made = check(driver.cuGraphInstantiate(graph, 0))
+    check(driver.cuGraphUpload(made, stream))
+    check(driver.cuGraphDestroy(graph))
+    return made, kinds
+made, kinds = instance()
+"""
+
+
+def test_graph_is_launched_again_and_again(standin: Standin) -> None:
+    """Each launch is the operation, on the launching stream and in order with calls; its nodes have their kinds."""
+    code = """
+    other = gpu.stream()
+    release = gpu.hold(other)
+    check(driver.cuGraphLaunch(made, other))
+    assert nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)) == 0
+    check(driver.cuGraphLaunch(made, stream))
+    held = until(lambda: int(driver.cuStreamQuery(stream)[0]) == 0, 0.2)
+    release()
+    check(driver.cuStreamSynchronize(stream))
+    sum = float(gpu.get(x, np.zeros(4, np.float32))[0])
+    check(driver.cuGraphExecDestroy(made))
+    print(json.dumps([kinds, held, sum, int(driver.cuGraphLaunch(made, stream)[0]), nccl.CommDestroy(comm)]))
+    """
+    code = GRAPH + textwrap.dedent(code)
+    assert values(standin, 2, code) == [[[6, 0, 7], False, 16.0, 400, 0]] * 2
+    by_network = values(standin, 2, code, env={"STANDIN_TRANSPORT": "NET/Socket"})
+    assert by_network == [[[6, 3, 0, 7], False, 16.0, 400, 0]] * 2
+
+
+@pytest.mark.parametrize("end", ["CommDestroy", "CommAbort"])
+def test_end_waits_for_graphs(standin: Standin, end: str) -> None:
+    """Whatever ends the communicator waits until its graphs are destroyed; one in flight may be."""
+    code = """
+    release = gpu.hold(stream)
+    check(driver.cuGraphLaunch(made, stream))
+    ended = []
+    t = threading.Thread(target=lambda: (check(driver.cuCtxSetCurrent(gpu.context)), ended.append(nccl.END(comm))))
+    if "END" == "CommDestroy":
+        release()
+    t.start()
+    t.join(0.3)
+    before = list(ended)
+    check(driver.cuGraphExecDestroy(made))
+    release()
+    t.join(10)
+    print(json.dumps([before, ended]))
+    """
+    assert values(standin, 2, GRAPH + textwrap.dedent(code.replace("END", end))) == [[[], [0]]] * 2
+
+
+def test_host_waits_where_many_launches_are_pending(standin: Standin) -> None:
+    """As in truth, some 26 launches; a call that is no launch does not wait, and an abort frees the host."""
+    code = """
+    release = gpu.hold(stream)
+    count = []
+    def loop():
+        check(driver.cuCtxSetCurrent(gpu.context))
+        for _ in range(30):
+            check(driver.cuGraphLaunch(made, stream)); count.append(1)
+    t = threading.Thread(target=loop); t.start(); t.join(0.3)
+    before = len(count)
+    release()
+    t.join(10)
+    check(driver.cuGraphExecDestroy(made))
+    print(json.dumps([before, len(count), nccl.CommDestroy(comm)]))
+    """
+    assert values(standin, 2, GRAPH + textwrap.dedent(code)) == [[26, 30, 0]] * 2
+
+
+def test_graph_on_some_ranks_hangs(standin: Standin) -> None:
+    """A launch on one rank and a call on the other are not one operation."""
+    code = """
+    check(driver.cuStreamSynchronize(stream))
+    if rank:
+        assert nccl.AllReduce(x, x, 4, 7, 0, comm, int(stream)) == 0
+    else:
+        check(driver.cuGraphLaunch(made, stream))
+    done = until(lambda: int(driver.cuStreamQuery(stream)[0]) == 0, 0.3)
+    check(driver.cuGraphExecDestroy(made))
+    print(json.dumps([done, nccl.CommAbort(comm)]))
+    """
+    assert values(standin, 2, GRAPH + textwrap.dedent(code)) == [[False, 0]] * 2
 
 
 def test_group_joins_and_forks_streams(standin: Standin) -> None:

@@ -10,6 +10,8 @@ typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
 typedef struct graph *CUgraph;
+typedef struct graph_exec *CUgraphExec;
+typedef struct node *CUgraphNode;
 typedef struct module *CUmodule;
 typedef const struct kernel *CUfunction;
 typedef struct pool *CUmemoryPool;
@@ -46,6 +48,7 @@ enum { STREAM_LEGACY = 1, STREAM_PER_THREAD = 2 }; /* the two special handles be
 enum { CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2, CU_EVENT_INTERPROCESS = 4 };
 enum { CAPTURE_NONE, CAPTURE_ACTIVE, CAPTURE_INVALIDATED };
 enum { CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED };
+enum { NODE_KERNEL = 0, NODE_HOST = 3, NODE_WAIT_EVENT = 6, NODE_EVENT_RECORD = 7 }; /* CUgraphNodeType */
 enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
 
 enum { /* CUdevice_attribute */

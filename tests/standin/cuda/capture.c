@@ -1,9 +1,5 @@
-/* Graph capture: which streams are in one, and the calls that spoil it. What is captured is counted and never run. */
+/* Graph capture: which streams are in one, and the calls that spoil it. What is captured becomes nodes of a graph. */
 #include "driver.h"
-
-struct graph {
-  size_t nodes;
-};
 
 static unsigned long long next_capture = 1;
 static CUstream capturing[64]; /* the origins of the captures that are not ended */
@@ -14,10 +10,28 @@ static unsigned long long this_thread(void) { return (uintptr_t)&thread_identity
 
 int capture_status(CUstream stream) { return stream->capture ? stream->capture->status : CAPTURE_NONE; }
 
-void capture_add(CUstream stream) { stream->capture->nodes++; }
+void capture_add(CUstream stream) { node_add(&stream->capture->nodes, (struct node){.type = NODE_KERNEL}); }
+
+API int standin_capture(void *context, void *handle, standin_launch launch, standin_work drop, void *argument,
+                        int by_host) {
+  driver_lock();
+  CUstream stream = stream_find(context, handle);
+  int captured = stream && capture_status(stream) == CAPTURE_ACTIVE;
+  if (captured) {
+    struct node **nodes = &stream->capture->nodes;
+    node_add(nodes, (struct node){.type = NODE_WAIT_EVENT});
+    if (by_host) node_add(nodes, (struct node){.type = NODE_HOST, .launch = standin_host_node});
+    node_add(nodes, (struct node){.type = NODE_KERNEL, .launch = launch, .drop = drop, .argument = argument});
+    node_add(nodes, (struct node){.type = NODE_EVENT_RECORD});
+  }
+  driver_unlock();
+  return captured;
+}
 
 void capture_leave(struct capture *capture) {
-  if (--capture->refs == 0) cell_free(capture);
+  if (--capture->refs) return;
+  nodes_drop(capture->nodes);
+  cell_free(capture);
 }
 
 void capture_join(CUstream stream, struct capture *capture) {
@@ -123,8 +137,8 @@ static CUresult end(CUstream stream, CUgraph *graph) {
   int valid = c->status == CAPTURE_ACTIVE;
   *graph = NULL;
   if (valid) {
-    *graph = cell_new();
-    (*graph)->nodes = c->nodes;
+    *graph = graph_new(c->nodes);
+    c->nodes = NULL;
   }
   close_capture(c);
   return valid ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -180,21 +194,5 @@ API CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
   if (*mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED) return CUDA_ERROR_INVALID_VALUE;
   thread_mode = *mode;
   *mode = before;
-  return CUDA_SUCCESS;
-}
-
-API CUresult cuGraphGetNodes(CUgraph graph, void **nodes, size_t *count) {
-  ENTER(NEEDS_DRIVER);
-  if (!graph || nodes) return CUDA_ERROR_INVALID_VALUE; /* the nodes have no handles */
-  *count = graph->nodes;
-  return CUDA_SUCCESS;
-}
-
-API CUresult cuGraphDestroy(CUgraph graph) {
-  ENTER(NEEDS_DRIVER);
-  if (!graph) return CUDA_ERROR_INVALID_VALUE;
-  driver_lock();
-  cell_free(graph);
-  driver_unlock();
   return CUDA_SUCCESS;
 }

@@ -94,7 +94,7 @@ struct capture {
   int refs, status, mode;
   unsigned long long id, owner;
   CUstream origin;
-  size_t nodes;
+  struct node *nodes;
 };
 int capture_status(CUstream stream);
 void capture_add(CUstream stream);
@@ -104,6 +104,19 @@ void capture_abandon(CUstream stream); /* the stream is destroyed; with an origi
 CUresult capture_refuse(CUstream stream); /* for calls that a capturing stream forbids: invalidates, returns 900 */
 CUresult capture_unsafe(void);            /* for calls that a global capture forbids everywhere */
 CUresult capture_implicit(CUcontext context, CUstream stream); /* for use of the legacy stream beside a capture */
+
+/* ---- graph.c: all need the lock */
+struct node {
+  struct node *next;
+  int type;
+  standin_launch launch; /* NULL: nothing to run, or nothing that can be run again */
+  standin_work drop;     /* when nobody has it any more */
+  void *argument;
+};
+void node_add(struct node **first, struct node what);
+void nodes_drop(struct node *first);
+CUgraph graph_new(struct node *first);
+int standin_host_node(void *argument, void *stream);
 
 /* ---- kernels.c: the only memory accesses that ThreadSanitizer watches */
 void device_copy(void *target, const void *source, size_t bytes);

@@ -33,6 +33,11 @@ void comm_settle(ncclComm_t comm) {
   while (atomic_load(&comm->outstanding)) nap();
 }
 
+/* An end waits, without a limit, until every graph with an operation of the communicator is destroyed. */
+static void await_graphs(ncclComm_t comm) {
+  while (atomic_load(&comm->captured)) nap();
+}
+
 void comm_free(ncclComm_t comm) {
   if (comm->last_mark) cuda()->mark_drop(comm->last_mark);
   world_forget_made(comm);
@@ -145,6 +150,7 @@ API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return result;
   }
   comm_settle(comm);
+  await_graphs(comm);
   if (nccl_version() >= 23102 && comm->world && (result = await_neighbours(comm))) return result;
   log_end(comm, "Destroy");
   comm_free(comm);
@@ -162,6 +168,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t comm) {
   atomic_store(&comm->stop, 1);
   if (comm->world) world_ring(comm);
   comm_settle(comm);
+  await_graphs(comm);
   log_end(comm, "Abort");
   comm_free(comm);
   return ncclSuccess;

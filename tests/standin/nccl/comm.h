@@ -60,6 +60,7 @@ struct comm {
   _Atomic int state;       /* what ncclCommGetAsyncError says */
   _Atomic int stop;        /* ends every wait of this communicator */
   _Atomic int outstanding; /* work on streams, and jobs on threads */
+  _Atomic int captured;    /* operations that graphs hold */
   int stuck, ring, finalized, revoked, stopped, links[MAX_RANKS];
   unsigned suspects;       /* peers that are gone, a bit each; for the thread that runs operations */
   uint64_t step, turn;
@@ -101,6 +102,7 @@ void log_environment(ncclComm_t comm);
 /* ---- cuda.c: the CUDA stand-in, opened at the first need */
 typedef struct {
   int (*enqueue)(void *, void *, standin_work, standin_work, void *);
+  int (*capture)(void *, void *, standin_launch, standin_work, void *, int);
   standin_mark *(*mark_of)(void *, void *);
   void (*mark_drop)(standin_mark *);
   void (*follow)(void *, void *, standin_mark *);
@@ -142,7 +144,7 @@ typedef struct task {
   const void *send;
   void *recv, *stream;
   uint64_t count, offset;
-  int dtype, op, root, wrong, done;
+  int dtype, op, root, wrong, done, captured;
   struct { int residence; double real; int64_t integer; void *device; } by; /* of an operator of one's own, read at the call */
 } task;
 

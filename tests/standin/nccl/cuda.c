@@ -17,7 +17,7 @@ static int find(void *library, const char *name, void *place) {
 static int open_door(void) {
   void *library = dlopen("libcuda.so.1", RTLD_NOW);
   return library && find(library, "standin_enqueue", &door.enqueue) &&
-         find(library, "standin_mark_of", &door.mark_of) &&
+         find(library, "standin_capture", &door.capture) && find(library, "standin_mark_of", &door.mark_of) &&
          find(library, "standin_mark_drop", &door.mark_drop) && find(library, "standin_follow", &door.follow) &&
          find(library, "standin_shadow", &door.shadow) && find(library, "standin_break", &door.fail) &&
          find(library, "standin_identity", &door.identity) && find(library, "cuCtxGetDevice", &door.get_device) &&

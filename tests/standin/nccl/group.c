@@ -91,6 +91,41 @@ static void drop_bundle(bundle *b) {
   free(b);
 }
 
+/* ---- operations in graphs */
+
+static ncclResult_t enqueue_bundle(bundle *b);
+
+/* A launch does the operations on its own stream. */
+static int launch_captured(void *argument, void *stream) {
+  bundle *held = argument, *b = calloc(1, sizeof *b);
+  task **at = &b->first;
+  b->comm = held->comm;
+  for (task *t = held->first; t; t = t->next, at = &(*at)->next) {
+    *at = malloc(sizeof **at);
+    **at = *t;
+    (*at)->stream = stream;
+    (*at)->captured = 1;
+  }
+  return enqueue_bundle(b) ? 999 : 0;
+}
+
+static void drop_captured(void *argument) {
+  bundle *b = argument;
+  ncclComm_t comm = b->comm;
+  drop_bundle(b);
+  atomic_fetch_sub(&comm->captured, 1);
+}
+
+static int capture_bundle(bundle *b) {
+  ncclComm_t comm = b->comm;
+  int network = 0;
+  for (int r = 0; r < comm->size; r++) network |= crosses_network(comm, r);
+  atomic_fetch_add(&comm->captured, 1);
+  if (cuda()->capture(comm->context, b->first->stream, launch_captured, drop_captured, b, network)) return 1;
+  atomic_fetch_sub(&comm->captured, 1);
+  return 0;
+}
+
 /* Operations of one communicator follow each other whatever their streams; several streams in one group are joined
    before the operation and forked behind it. */
 static ncclResult_t enqueue_bundle(bundle *b) {
@@ -102,6 +137,7 @@ static ncclResult_t enqueue_bundle(bundle *b) {
     for (int i = 0; i < count; i++) known |= streams[i] == t->stream;
     if (!known && count < MAX_STREAMS) streams[count++] = t->stream;
   }
+  if (!count && capture_bundle(b)) return ncclSuccess;
   if (comm->last_mark) cuda()->follow(comm->context, main_stream, comm->last_mark);
   for (int i = 0; i < count; i++) {
     standin_mark *mark = cuda()->mark_of(comm->context, streams[i]);

@@ -37,7 +37,8 @@ static int is_it(const collective *c, who role, int segment) {
 
 /* Truth hangs or writes rubbish when ranks do not agree on an operation. Here it hangs, and never says so. */
 static int agree(ncclComm_t comm, const task *t) {
-  signature own = {t->kind, t->dtype, t->op >= BUILTIN_OPS ? BUILTIN_OPS : t->op, t->root, t->count};
+  /* Nor where some launch a graph of it, and others call it. */
+  signature own = {(int)t->kind | t->captured << 8, t->dtype, t->op >= BUILTIN_OPS ? BUILTIN_OPS : t->op, t->root, t->count};
   seat *seats = comm->world->seats;
   seats[comm->rank].next = own;
   if (!barrier(comm)) return 0;
