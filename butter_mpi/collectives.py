@@ -16,6 +16,7 @@ from butter_mpi.enums import DType, PreMulSum, ReduceOp, parse_op
 from butter_mpi.settings import shown
 
 __all__ = [
+    "BY_GRAPH",
     "RULES",
     "Operation",
     "Owners",
@@ -25,6 +26,7 @@ __all__ = [
     "check_op",
     "check_plan",
     "control_signature",
+    "graph_facts",
     "pairs_of",
     "signature",
 ]
@@ -42,6 +44,9 @@ _CODES: list[CodeType] = []
 # Of each instruction number the place that was found there first, with its code: few numbers are met in two codes.
 _NEAR: dict[int, tuple[CodeType, str]] = {}
 
+
+BY_GRAPH = "a CUDA graph"
+"""The way of an operation that is launched as a graph, as messages name it."""
 
 Owners = tuple[Any, ...]
 """The arrays that an operation uses, which must stay alive as long as it does."""
@@ -114,8 +119,8 @@ class Operation:
 
     Nobody changes one: it is submitted again where the same is asked for again, so it has no arrays either, which are
     handed beside it. (It is not frozen, as it would be made four times as slowly.) ``plain``: one call on its stream,
-    and nothing to wait for. The last three are what others keep in it of earlier submissions: ``code`` the recorder,
-    ``call`` and ``issued`` what puts it on a stream.
+    and nothing to wait for. ``graph``: that of all ranks which is launched for it. The last three are what others keep
+    in it of earlier submissions: ``code`` the recorder, ``call`` and ``issued`` what puts it on a stream.
     """
 
     kind: str
@@ -132,6 +137,7 @@ class Operation:
     waits: bool = False
     waits_for_ever: bool = False
     named: tuple[int, ...] = ()
+    graph: Any = field(default=None, compare=False, repr=False)
     plain: bool = field(default=False, init=False, compare=False, repr=False)
     code: tuple[Any, float, bytes] = field(default=(None, 0.0, b""), init=False, compare=False, repr=False)
     call: Any = field(default=None, init=False, compare=False, repr=False)
@@ -210,7 +216,7 @@ def signature(operation: Operation, number: int) -> dict[str, Any]:
 
     A plane adds ``way`` where it does an operation in another way than its own usual one.
     """
-    return {
+    record = {
         "n": number,
         "kind": operation.kind,
         "count": operation.count,
@@ -219,11 +225,20 @@ def signature(operation: Operation, number: int) -> dict[str, Any]:
         "root": operation.root,
         "at": operation.site,
     }
+    if operation.graph is not None:
+        record["way"] = BY_GRAPH
+    return record
 
 
 def control_signature(kind: str, number: int, site: str) -> dict[str, Any]:
     """Return the signature of what ranks do together over the control plane: it moves no data and takes no number."""
     return {"n": number, "kind": kind, "count": 0, "dtype": "json", "op": None, "root": None, "at": site}
+
+
+def graph_facts(operation: Operation) -> dict[str, Any]:
+    """Return what ranks compare, beside the place, where they make a graph of an operation together."""
+    facts = signature(operation, 0)
+    return {**{name: facts[name] for name in ("count", "dtype", "op", "root")}, "way": operation.kind}
 
 
 def describe(record: Mapping[str, Any]) -> str:

@@ -227,6 +227,10 @@ class Device:
         self._check(name, status)
         return True
 
+    def check(self, name: str, status: int) -> None:
+        """Raise ``CUDAError`` unless a call by ctypes succeeded."""
+        self._check(name, status)
+
     def _check(self, name: str, status: int) -> None:
         if status:
             check(name, self._driver.CUresult(status))
@@ -291,6 +295,10 @@ class Device:
             raise
         if asked.context.value != self._own_context:
             raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {stream:#x} is of another")
+
+    def is_captured(self, stream: int) -> bool:
+        """Return whether a stream is being captured, or cannot be told beside another capture, which stays valid."""
+        return self._captured(stream)
 
     def _captured(self, stream: int) -> bool:
         asked = self._asked.questions

@@ -26,10 +26,14 @@ class Plan:
     """An operation of one communicator, ready to be submitted by calling it; made by ``Communicator.plan_...``.
 
     It keeps its arrays, and the stream that was given, alive; once it is dropped they stay until their stream has
-    passed the last call, as those of any operation do. Their memory must stay where it was when the plan was made (no
+    passed the last call, as those of any operation do: it is looked for when the communicator is next used, or asked
+    for its health, and with its end all are let go. A call then records no event for that, where the stream is the
+    communicator's own, the legacy default stream, or was given as an object (which must keep its handle valid; not of a
+    class for handles of others, such as ``ExternalStream``). Of a bare handle nobody knows later whether it is one, so
+    there each call records one. Their memory must stay where it was when the plan was made (no
     ``resize_`` of a tensor), and an array that speaks only DLPack is ordered after its library's work then, not again.
     It ends with its communicator: once that is closed or poisoned a call raises what every operation raises; after a
-    successful ``attempt_reconnect()`` the plan goes on.
+    successful ``attempt_reconnect()`` the plan goes on, without its graph if it had one.
 
     Parameters
     ----------
@@ -41,11 +45,17 @@ class Plan:
         The stream that was given.
     """
 
-    __slots__ = ("_comm", "_here", "_known", "_operations", "_owners", "_stream", "_submit")
+    __slots__ = (
+        *("_comm", "_each", "_here", "_known", "_lease", "_operations", "_owners", "_stream", "_submit"),
+        "__weakref__",
+    )
 
     def __init__(self, comm: Any, checked: Checked, stream: Any) -> None:
         self._comm, self._submit = comm, comm._plane.submit
         self._operations, self._owners = checked
+        self._lease = comm._plane.lend(self._operations[0], stream)
+        # What each call hands over: where somebody else keeps them, nothing.
+        self._each = () if self._lease is not None and self._lease.stream is not None else self._owners
         self._stream = stream
         # By each place that it is called at: the record of a submission names its place.
         self._known: dict[str, tuple[Operation, ...]] = {}
@@ -58,8 +68,8 @@ class Plan:
         Raises
         ------
         ValueError
-            A stream is captured into a CUDA graph, or it is the first collective and not the declared one; nothing was
-            sent.
+            A stream is captured into a CUDA graph, it is the first collective and not the declared one, or it uses a
+            graph and is called inside a group; nothing was sent.
         CommunicatorBrokenError, CommunicatorClosedError
             As for the operation itself.
         """
@@ -68,10 +78,24 @@ class Plan:
         if frame.f_code is not code or frame.f_lasti != at:
             operations = self._at(call_site(2))
             self._here = frame.f_code, frame.f_lasti, operations
-        if len(operations) == 1 and self._comm._plan is None and self._comm._plane._group is None:
-            self._submit(operations[0], self._owners)
-        else:
+        if self._comm._plane._group is not None:
+            # Perhaps submitted when this plan is gone.
             self._comm._submit((operations, self._owners))
+        elif len(operations) == 1 and self._comm._plan is None:
+            self._submit(operations[0], self._each)
+        else:
+            self._comm._submit((operations, self._each))
+
+    @property
+    def graph(self) -> bool:
+        """Whether a call launches a CUDA graph, on every rank: asked for, possible everywhere, and not ended since."""
+        return bool(self._comm._plane.uses_graph(self._operations[0]))
+
+    def __del__(self) -> None:
+        # In any thread, at any moment: it is only handed over.
+        if self._lease is not None:
+            called = self._here[0] is not None
+            self._lease.give_back(self._owners if called else ())
 
     def _at(self, site: str) -> tuple[Operation, ...]:
         """Return the operations that name a place."""
@@ -91,7 +115,23 @@ class Plan:
         return f"<Plan {one.kind} ({facts}) of {self._comm!r}>"
 
 
-def _planned(comm: Any, name: str, arguments: Sequence[Any], *, stream: Any, **options: Any) -> Plan:
+def _with_graph(comm: Any, operation: Operation) -> tuple[Operation, ...]:
+    """Return an operation with the graph that every rank has made of it, or without one."""
+    plane = comm._plane
+    multiplies = isinstance(operation.op, PreMulSum)
+    if multiplies or not operation.dtype.native:
+        what = PreMulSum.label if multiplies else operation.dtype.label
+        raise ValueError(
+            f"{plane.who}: plan_{operation.kind}: graph=True is for what is one call of NCCL, and {what} is not; "
+            "make the plan without it"
+        )
+    graph = plane.make_graph(operation)
+    return (operation if graph is None else replace(operation, graph=graph),)
+
+
+def _planned(
+    comm: Any, name: str, arguments: Sequence[Any], *, stream: Any, graph: bool = False, **options: Any
+) -> Plan:
     """Return the plan of a call: the operation's own method checks it, and submits it to here."""
     twin: Any = object.__new__(type(comm))
     made: list[Checked] = []
@@ -101,14 +141,23 @@ def _planned(comm: Any, name: str, arguments: Sequence[Any], *, stream: Any, **o
     finally:
         # Nothing is left that could be closed.
         twin.__dict__.clear()
-    return Plan(comm, made[0], stream)
+    operations, owners = made[0]
+    if graph:
+        operations = _with_graph(comm, operations[0])
+    return Plan(comm, (operations, owners), stream)
 
 
 class Plans:
     """What ``Communicator`` has for hot loops: the plan of each operation, with that operation's arguments."""
 
     def plan_all_reduce(
-        self, sendbuf: Any, recvbuf: Any = None, *, op: ReduceOp | PreMulSum | str = ReduceOp.SUM, stream: Any = None
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        op: ReduceOp | PreMulSum | str = ReduceOp.SUM,
+        stream: Any = None,
+        graph: bool = False,
     ) -> Plan:
         """Return the plan of an ``all_reduce``, checked as that is; nothing is sent before it is called.
 
@@ -116,27 +165,51 @@ class Plans:
         ----------
         sendbuf, recvbuf, op, stream
             Of ``all_reduce``. A stream that is taken from an array, or that one names, is the one of now.
+        graph : bool, default False
+            Capture the call into a CUDA graph, with every other rank, and launch that: it costs the host less. Where
+            some rank cannot use one (data goes over a network, an old driver, a kernel of ``set_add_kernel``), on the
+            host planes and for one rank alone, it is an ordinary plan everywhere, and its ``graph`` is False.
 
         Returns
         -------
         Plan
-            To be called; other ranks may call a plan or the operation itself.
+            To be called; other ranks may call a plan or the operation itself. One that uses a graph is called by every
+            rank or by none, and not inside a group.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As ``all_reduce``; or a graph of what is not one call of NCCL (``PreMulSum``, an element type that goes as
+            another one), or inside a group.
+        CommunicatorBrokenError, CommunicatorClosedError
+            With `graph`, as for ``all_reduce``: other ranks did not make the same plan here, or were lost.
+
+        Notes
+        -----
+        **Collective**: with `graph`, every rank at the same place, with the same arguments; it takes no number.
+        **Blocking**: with `graph`, until every rank has come and has captured it.
         """
-        return _planned(self, "all_reduce", (sendbuf, recvbuf), op=op, stream=stream)
+        return _planned(self, "all_reduce", (sendbuf, recvbuf), op=op, stream=stream, graph=graph)
 
-    def plan_broadcast(self, buf: Any, root: int = 0, *, stream: Any = None) -> Plan:
+    def plan_broadcast(self, buf: Any, root: int = 0, *, stream: Any = None, graph: bool = False) -> Plan:
         """Return the plan of a ``broadcast``, as ``plan_all_reduce`` does."""
-        return _planned(self, "broadcast", (buf, root), stream=stream)
+        return _planned(self, "broadcast", (buf, root), stream=stream, graph=graph)
 
-    def plan_all_gather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None) -> Plan:
+    def plan_all_gather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, graph: bool = False) -> Plan:
         """Return the plan of an ``all_gather``, as ``plan_all_reduce`` does."""
-        return _planned(self, "all_gather", (sendbuf, recvbuf), stream=stream)
+        return _planned(self, "all_gather", (sendbuf, recvbuf), stream=stream, graph=graph)
 
     def plan_reduce_scatter(
-        self, sendbuf: Any, recvbuf: Any, *, op: ReduceOp | PreMulSum | str = ReduceOp.SUM, stream: Any = None
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        op: ReduceOp | PreMulSum | str = ReduceOp.SUM,
+        stream: Any = None,
+        graph: bool = False,
     ) -> Plan:
         """Return the plan of a ``reduce_scatter``, as ``plan_all_reduce`` does."""
-        return _planned(self, "reduce_scatter", (sendbuf, recvbuf), op=op, stream=stream)
+        return _planned(self, "reduce_scatter", (sendbuf, recvbuf), op=op, stream=stream, graph=graph)
 
     def plan_barrier(self, *, stream: Any = None) -> Plan:
         """Return the plan of a ``barrier``, as ``plan_all_reduce`` does."""
@@ -158,19 +231,10 @@ class Plans:
         *,
         op: ReduceOp | PreMulSum | str = ReduceOp.SUM,
         stream: Any = None,
+        graph: bool = False,
     ) -> Plan:
         """Return the plan of a ``reduce``, as ``plan_all_reduce`` does."""
-        return _planned(
-            self,
-            "reduce",
-            (
-                sendbuf,
-                recvbuf,
-                root,
-            ),
-            op=op,
-            stream=stream,
-        )
+        return _planned(self, "reduce", (sendbuf, recvbuf, root), op=op, stream=stream, graph=graph)
 
     def plan_gather(self, sendbuf: Any, recvbuf: Any = None, root: int = 0, *, stream: Any = None) -> Plan:
         """Return the plan of a ``gather``, as ``plan_all_reduce`` does."""

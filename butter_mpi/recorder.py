@@ -65,13 +65,15 @@ DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 
 DTYPES += "int16 uint16 bool complex64 complex128".split()
 OPS = ("sum", "prod", "max", "min", "avg", "premul_sum")
 # What ranks do together over the control plane: it moves no data and takes no number.
-EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect", "symmetric", "split", "dup")
+EXCHANGES = ("all_gather_json", "set_add_kernel", "attempt_reconnect", "symmetric", "split", "dup", "plan_graph")
 
 _Codes = dict[tuple[Any, ...], tuple[Any, float, bytes]]
 
 _JSON = "json"
 _NONE = 0xFF
 _NO_ROOT = 0xFFFFFFFF
+# In a signature: an operation of a graph is none with a call of another rank.
+_BY_GRAPH = 1 << 24
 _MASK = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15
 # The hash of a history is a number in steps of 2**-45, below 64; the one that follows is three times it, and something
@@ -145,12 +147,18 @@ class Entry(NamedTuple):
         root = self.signature >> 32
         return root if root != _NO_ROOT else None
 
+    @property
+    def by_graph(self) -> bool:
+        """Whether it was launched as a CUDA graph."""
+        return bool(self.signature & _BY_GRAPH)
+
     def text(self) -> str:
         """Return it as people read it, as ``collectives.describe`` writes it."""
         # What every rank has its own counts of is told without one.
         facts = self.dtype if self.kind.endswith("_v") else f"{self.dtype} x {self.elements}"
         facts += f", {self.op}" if self.op is not None else ""
         facts += f", root {self.root}" if self.root is not None else ""
+        facts += ", by a CUDA graph" if self.by_graph else ""
         return f"{self.kind} #{self.number} ({facts}) at {self.site}"
 
 
@@ -226,7 +234,7 @@ class Recorder:
 
         Call sites have numbers, which are given anew when there are too many: then all codes are void.
         """
-        what = operation.kind, operation.dtype, operation.op, operation.root, operation.count
+        what = operation.kind, operation.dtype, operation.op, operation.root, operation.count, operation.graph is None
         key = what, operation.site, operation.stream, operation.waits_for_ever
         code = self._table(operation).get(key)
         if code is None:
@@ -296,7 +304,8 @@ class Recorder:
 def _signature(operation: Operation) -> int:
     op = _NONE if operation.op is None else operation.op.nccl
     root = _NO_ROOT if operation.root is None else operation.root
-    return KINDS.index(operation.kind) | operation.dtype.nccl << 8 | op << 16 | root << 32
+    way = 0 if operation.graph is None else _BY_GRAPH
+    return KINDS.index(operation.kind) | operation.dtype.nccl << 8 | op << 16 | way | root << 32
 
 
 def _mixed(signature: int, count: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from butter_mpi.collectives import RULES, Operation, call_site, check_op, control_signature
+from butter_mpi.collectives import RULES, Operation, call_site, check_op, control_signature, graph_facts
 from butter_mpi.enums import DType, PreMulSum, ReduceOp, parse_op
 from butter_mpi.lane import LANE
 from butter_mpi.planes.memory import Allocator, host_block
@@ -230,6 +230,24 @@ class Plane(Submitting):
 
     def _use_kernel(self, handle: int) -> None:
         """Use a kernel that every rank has set; 0: none."""
+
+    def make_graph(self, operation: Operation) -> Any:
+        """Agree with every rank on a graph of an operation; ``None``: all go on without one (collective)."""
+        self._meet_for_graph(operation, "no device")
+        return None
+
+    def _meet_for_graph(self, operation: Operation, hindrance: str) -> list[str]:
+        """Return what keeps each rank from a graph; empty: nothing does."""
+        every = self._exchanged("plan_graph", hindrance.encode(), **graph_facts(operation))
+        return [said.decode() for said in every]
+
+    def uses_graph(self, operation: Operation) -> bool:
+        """Return whether an operation with a graph is launched as one now."""
+        return False
+
+    def lend(self, operation: Operation, stream: Any) -> Any:
+        """Return what stands for a plan, of its operation and the stream that it was given; ``None``: nothing does."""
+        return None
 
     def recording(self) -> dict[str, Any] | None:
         """Return what the recorder of this rank holds; ``None`` where there is none: one rank alone has none."""

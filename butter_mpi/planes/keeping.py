@@ -6,13 +6,14 @@ import contextlib
 import operator
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from butter_mpi.collectives import Owners
 from butter_mpi.device import Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.planes.submitting import Used
 
-__all__ = ["Keeping"]
+__all__ = ["Keeping", "Lease"]
 
 
 _LEFT: list[Keeping] = []
@@ -29,6 +30,35 @@ class _Kept:
     def __init__(self, stream: int, owners: Owners, event: int) -> None:
         self.stream, self.owners, self.event = stream, owners, event
         self.marked = self.waits = False
+
+
+class Lease:
+    """What stands for a plan, which keeps its arrays itself: its calls record no events.
+
+    Parameters
+    ----------
+    line : list
+        Where it is handed back.
+    stream : int or None
+        The stream of its calls; ``None``: they record events all the same.
+    holder : object
+        What keeps the stream's handle valid.
+    graph : Graph or None
+        What is destroyed behind the plan.
+    """
+
+    __slots__ = ("graph", "holder", "line", "owners", "stream")
+
+    def __init__(self, line: list[Lease], stream: int | None, holder: Any, graph: Any) -> None:
+        self.line: list[Lease] | None = line
+        self.stream, self.holder, self.graph = stream, holder, graph
+        self.owners: Owners = ()
+
+    def give_back(self, owners: Owners) -> None:
+        """Hand the arrays of a dropped plan over; a finalizer does this, in any thread, and calls nothing else."""
+        line, self.owners = self.line, owners
+        if line is not None:
+            line.append(self)
 
 
 class Keeping:
@@ -49,6 +79,55 @@ class Keeping:
         self._streams: dict[int, deque[_Kept]] = {}
         self._unmarked: list[_Kept] = []
         self._idle: list[int] = []
+        self._leases: set[Lease] = set()
+        self.dropped: list[Lease] = []
+        """Leases that were given back, for :meth:`take_back`."""
+
+    def lend(self, stream: int | None, holder: Any, graph: Any) -> Lease:
+        """Return what stands for a plan."""
+        lease = Lease(self.dropped, stream, holder, graph)
+        self._leases.add(lease)
+        return lease
+
+    def take_back(self) -> None:
+        """Keep the arrays of dropped plans until their streams have passed what they hold now, and destroy graphs.
+
+        What is of a stream that is captured now waits for the next time.
+        """
+        waiting = []
+        while self.dropped:
+            lease = self.dropped.pop()
+            if lease.graph is not None:
+                lease.graph.destroy()
+                lease.graph = None
+            if lease.stream is None or not lease.owners or self._put_behind(lease.stream, lease.owners):
+                self._leases.discard(lease)
+            else:
+                waiting.append(lease)
+        self.dropped += waiting
+
+    def _put_behind(self, stream: int, owners: Owners) -> bool:
+        """Keep arrays until a stream that is there has passed all that it holds; returns whether that could be."""
+        if self._device.is_captured(stream):
+            return False
+        with self._device.beside_captures():
+            if self._device.ready(stream):
+                return True
+        kept = _Kept(stream, owners, self._idle.pop() if self._idle else self._device.make_event())
+        self._streams.setdefault(stream, deque()).append(kept)
+        self._device.record(kept.event, stream)
+        kept.marked = True
+        return True
+
+    @property
+    def lent(self) -> set[int]:
+        """The streams of plans whose calls record no events."""
+        return {lease.stream for lease in list(self._leases) if lease.stream is not None}
+
+    def mark_plans(self) -> None:
+        """Let ``empty`` tell of the calls of plans too, up to now."""
+        for stream in self.lent:
+            self._put_behind(stream, ())
 
     def keep(self, used: Sequence[Used]) -> None:
         """Keep what is about to be used, by stream, and let go of what streams have passed."""
@@ -79,6 +158,17 @@ class Keeping:
         for kept in unmarked:
             self._device.record(kept.event, kept.stream)
             kept.marked = True
+
+    def forget_unmarked(self) -> None:
+        """Let go of what failed on its way, once nothing of it can run any more: no event will tell of it."""
+        unmarked, self._unmarked = self._unmarked, []
+        for kept in unmarked:
+            kept.waits = False
+            line = self._streams[kept.stream]
+            line.remove(kept)
+            self._idle.append(kept.event)
+            if not line:
+                del self._streams[kept.stream]
 
     @property
     def empty(self) -> bool:
@@ -112,6 +202,10 @@ class Keeping:
 
     def clear(self) -> None:
         """Let go of everything, when nothing can use it any more, and give the events back."""
+        for lease in self._leases:
+            lease.line = None
+        self._leases.clear()
+        self.dropped.clear()
         events = [*self._idle, *(kept.event for line in self._streams.values() for kept in line)]
         self._streams.clear()
         self._unmarked.clear()

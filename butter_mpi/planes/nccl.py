@@ -7,12 +7,14 @@ looks at the communicator's health before it reports success.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from butter_mpi import nccl
-from butter_mpi.collectives import Operation, carried, signature
+from butter_mpi.collectives import Operation, call_site, carried, control_signature, graph_facts, signature
 from butter_mpi.control import Control, Pause, Watch
 from butter_mpi.enums import DType
 from butter_mpi.errors import (
@@ -22,8 +24,10 @@ from butter_mpi.errors import (
     NotSupportedError,
     PeerLostError,
 )
+from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.lane import LANE
 from butter_mpi.nccl_setup import connects_late
+from butter_mpi.planes.graphs import Graph, lacking
 from butter_mpi.planes.issuing import ADDING
 from butter_mpi.planes.joining import Bound
 from butter_mpi.planes.meeting import Meeting
@@ -35,6 +39,7 @@ from butter_mpi.planes.waiting import Waiting, farewells
 
 __all__ = ["NcclPlane"]
 
+_LOG = logging.getLogger("butter_mpi")
 _FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 _FLOAT8_CAPABILITY = (9, 0)
 _INTEGERS16 = (DType.INT16, DType.UINT16)
@@ -71,6 +76,7 @@ class NcclPlane(NcclLife):
         self._strict = strict
         self._connected: set[tuple[int, str]] = set()
         self._connects_late = connects_late()
+        self._capturing, self._marked = 0, False
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -90,10 +96,13 @@ class NcclPlane(NcclLife):
         self._issuer.data_type(carried(operation).dtype)
 
     def _execute(self, numbered: Sequence[Numbered]) -> None:
+        if self._keeping.dropped:
+            self._keeping.take_back()
         if self._strict:
             self._meet(numbered)
         first = numbered[0][0]
-        if first.plain and len(numbered) == 1 and not (self._connects_late or self._issuer.add_kernel):
+        at_once = first.plain and len(numbered) == 1 and not (self._connects_late or self._issuer.add_kernel)
+        if at_once or first.graph is not None:
             self._issue_again(first)
         else:
             operations = [self._issued(operation) for operation, _ in numbered if not operation.rule.uneven]
@@ -157,6 +166,87 @@ class NcclPlane(NcclLife):
     def _use_kernel(self, handle: int) -> None:
         self._issuer.add_kernel = handle
 
+    # -- graphs ------------------------------------------------------------------------------------------------------
+
+    def uses_graph(self, operation: Operation) -> bool:
+        """Return whether an operation with a graph is launched as one now, which is so on all ranks or on none."""
+        graph = operation.graph
+        if graph is None or graph.home is not self._graphs:
+            return False
+        return not (self._issuer.add_kernel and self._issuer.adds((operation,)))
+
+    def _by_graph(self, operation: Operation) -> Operation:
+        if not self.uses_graph(operation):
+            # It has come to its end with its communicator; or a kernel was set. Kept, as it comes again.
+            if operation.issued is None:
+                operation.issued = replace(operation, graph=None)
+            ordinary: Operation = operation.issued
+            return ordinary
+        if self._group is not None:
+            raise ValueError(
+                f"{self.who}: {operation.kind} #{self.sequence + 1}: a plan with graph=True inside a group, whose "
+                "operations NCCL is given together; call it outside, or make the plan without a graph"
+            )
+        return operation
+
+    def make_graph(self, operation: Operation) -> Graph | None:
+        """Agree with every rank on a graph of an operation, captured on all; ``None``: all go on without (collective).
+
+        Ranks say before the capture what keeps them from it, as others would wait for them inside NCCL; and behind it
+        whether they use what came out.
+        """
+        with LANE.held(self.who, "plan_graph", self.deadline):
+            self._check("plan_graph")
+            if not self._all_can(operation, self._hindrance(operation)):
+                return None
+            made = self._capture(operation)
+            all_have = False
+            try:
+                all_have = self._all_can(operation, made if isinstance(made, str) else "")
+            finally:
+                if not all_have and isinstance(made, Graph):
+                    made.destroy()
+            return made if all_have and isinstance(made, Graph) else None
+
+    def _all_can(self, operation: Operation, hindrance: str) -> bool:
+        """Return whether nothing keeps any rank from the graph; every rank calls it."""
+        said = self._meet_for_graph(operation, hindrance)
+        if any(said):
+            why = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_value(enumerate(said)).items() if text)
+            _LOG.info("%s: plan_%s: no graph is used: %s", self.who, operation.kind, why)
+        return not any(said)
+
+    def _hindrance(self, operation: Operation) -> str:
+        try:
+            self._check_supported(operation)
+        except NotSupportedError as error:
+            return error.message
+        return f"it goes by {ADDING}" if self._issuer.adds((operation,)) else lacking()
+
+    def _capture(self, operation: Operation) -> Graph | str:
+        """Capture an operation on a stream of this plane's own; the call may wait for other ranks inside NCCL."""
+        record = {**control_signature("plan_graph", self.sequence, call_site()), **graph_facts(operation)}
+        made: list[Graph | str] = []
+        if not self._capturing:
+            self._capturing = self._kept.stream()
+
+        def issue(comm: int, stream: int) -> None:
+            self._issuer.issue(comm, [replace(operation, stream=stream)])
+
+        def capture() -> None:
+            with self._inside:
+                # First: whoever takes the communicator away takes its graphs after it.
+                graphs = self._graphs
+                comm = self._handle("plan_graph")
+                streams = self._capturing, operation.stream
+                made.append(graphs.capture(self.device, streams, comm, partial(issue, comm)))
+
+        with self._poisoning(record):
+            waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
+            bound = Bound(Watch(None), lambda: waiting.look(record, {}, waiting.take()))
+            self._aside_until_done(capture, bound, "capturing a graph")
+        return made[0]
+
     @property
     def _judged(self) -> bool:
         return not self._strict
@@ -164,7 +254,7 @@ class NcclPlane(NcclLife):
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _waiting(self, record: dict[str, Any], limit: float | None, **more: Any) -> Waiting:
-        agrees = record["kind"] in ("set_add_kernel", "symmetric")
+        agrees = record["kind"] in ("set_add_kernel", "symmetric", "plan_graph")
         what = "Every rank must call it at the same place" if agrees else _STOP_ALL
         remedy = f"{what}, or set a longer collective_deadline"
         return super()._waiting(record, limit, **{"remedy": remedy, "grace": _GRACE, **more})
@@ -197,6 +287,7 @@ class NcclPlane(NcclLife):
         if self.health.cause is None:
             self._ask_nccl()
             self.device.check_context(self._aside)
+            self._keeping.take_back()
             self._keeping.release()
 
     def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
@@ -261,6 +352,7 @@ class NcclPlane(NcclLife):
     def drain(self, what: str) -> None:
         """Wait for the streams of this communicator, and for those that its operations on arrays were put on."""
         watch, pause = Watch(self.deadline if self._usable() else _LAST_SECONDS), Pause()
+        self._marked = False
         while not self._passed(what):
             if watch.tick():
                 raise ButterError(f"{self.who}: {what}: a stream is still busy; nothing was freed or given back")
@@ -276,9 +368,12 @@ class NcclPlane(NcclLife):
         if not all(stopping.done for stopping in self._stopping):
             return False
         with LANE.held(self.who, what, self.deadline):
-            for stream in (self.stream, self._aside):
+            for stream in {self.stream, self._aside, *self._keeping.lent}:
                 try:
                     self.device.refuse_capture(stream)
                 except ValueError as error:
                     raise ValueError(f"{self.who}: {what}: {error}") from None
+            if not self._marked:
+                self._marked = True
+                self._keeping.mark_plans()
             return self._quiet(self.stream)

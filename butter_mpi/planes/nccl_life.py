@@ -17,7 +17,7 @@ from butter_mpi._libnccl import Library
 from butter_mpi.collectives import Operation
 from butter_mpi.control import Control, Overdue, Pause, Watch, closed_elsewhere, listen_everywhere
 from butter_mpi.detached import Detached
-from butter_mpi.device import Device
+from butter_mpi.device import LEGACY_STREAMS, Device
 from butter_mpi.enums import DType, ReduceOp
 from butter_mpi.errors import (
     ButterError,
@@ -32,6 +32,7 @@ from butter_mpi.errors import (
 from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.nccl_log import Capture
 from butter_mpi.planes.entering import Inside
+from butter_mpi.planes.graphs import LAUNCH, Graphs
 from butter_mpi.planes.issuing import Issuer, Kept
 from butter_mpi.planes.joining import ABORT_SECONDS, Bound, abort, join
 from butter_mpi.planes.keeping import Keeping
@@ -99,6 +100,7 @@ class NcclLife(OnDevice, PeerPlane):
         # An error of a start is said before another rank ends the job for it.
         self._close_seconds = 0.0
         self._inside = Inside(self._in_plain_flight)
+        self._graphs, self._launching = Graphs(), Inside(self._in_graph_flight)
         self._stopping: list[Detached] = []
         self._ending: Detached | None = None
         self._closing: Detached | None = None
@@ -115,6 +117,7 @@ class NcclLife(OnDevice, PeerPlane):
         self._kept = kept = Kept(device)
         own, self._aside = kept.stream(), kept.stream()
         self.stream = own if self._given_stream is None else self.check_stream(self._given_stream)
+        self._lasting = (own, *LEGACY_STREAMS)
         self._event = kept.event()
         self._keeping = Keeping(device)
         kept.callback(self._keeping.clear)
@@ -255,15 +258,34 @@ class NcclLife(OnDevice, PeerPlane):
         """Issue one that is a single call, and was issued before most times: being in flight is mark enough."""
         call = operation.call
         if call is None or call[0] != self._comm:
-            call = self._issuer.prepare(self._handle("submitting"), operation)
+            call = self._prepare(operation)
         result = call[1]()
         if result != nccl.SUCCESS:
-            nccl.check(self._library, call[2], result)
+            self._check_issued(call[2], result)
+
+    def _prepare(self, operation: Operation) -> Any:
+        comm = self._handle("submitting")
+        if operation.graph is None:
+            return self._issuer.prepare(comm, operation)
+        operation.call = operation.graph.call
+        return operation.call
+
+    def _check_issued(self, name: str, result: int) -> None:
+        if name == LAUNCH:
+            self.device.check(name, result)
+        nccl.check(self._library, name, result)
 
     def _in_plain_flight(self) -> bool:
         """Whether a thread may be inside NCCL without another mark: these are soon over, and wait for nobody."""
-        flights = [self._flight, *self._suspended]
-        return any(isinstance(flight, tuple) and flight[0].plain for flight in flights)
+        return any(one.plain and one.graph is None for one in self._in_flights())
+
+    def _in_graph_flight(self) -> bool:
+        """Whether a thread may be launching a graph, where the host waits if many are pending: an abort frees it."""
+        return any(one.graph is not None for one in self._in_flights())
+
+    def _in_flights(self) -> list[Operation]:
+        """Return what a thread is in, and what a signal handler has interrupted."""
+        return [flight[0] for flight in (self._flight, *self._suspended) if isinstance(flight, tuple)]
 
     def _handle(self, what: str) -> int:
         """Return the communicator's handle, to a thread that is marked as inside; another may have taken it away."""
@@ -316,6 +338,9 @@ class NcclLife(OnDevice, PeerPlane):
         comm, self._comm = self._comm, None
         if comm is not None:
             self._stopping.append(abort(self._library, self.device, comm, self._inside))
+            graphs, self._graphs = self._graphs, Graphs()
+            # It waits for that, and frees whoever waits in a launch.
+            self._stopping.append(graphs.end(self.device, self._inside, self._launching))
 
     def _release(self) -> None:
         if self._peer_broke():
@@ -327,7 +352,13 @@ class NcclLife(OnDevice, PeerPlane):
         comm, self._comm = self._comm, None
         stuck = f"{self.who}: closing: {self.last or 'the start'} has not completed within {self.deadline:g} s"
         registered = list(self._handles.values())
-        ending = None if comm is None else Detached(lambda: self._destroy(comm, registered), stuck, self.deadline)
+        graphs, self._graphs = self._graphs, Graphs()
+
+        def destroy() -> None:
+            assert comm is not None
+            self._destroy(comm, registered, graphs)
+
+        ending = None if comm is None else Detached(destroy, stuck, self.deadline)
         self._ending = ending
         if self._hopeless is not None:
             # It was heard of since this began.
@@ -365,11 +396,15 @@ class NcclLife(OnDevice, PeerPlane):
             why = cause.message.removeprefix(f"{self.who}: ")
             ending.give_up(f"{self.who}: closing: {self.last or 'the start'} has not completed: {why}")
 
-    def _destroy(self, comm: int, registered: Sequence[GivenBack]) -> None:
+    def _destroy(self, comm: int, registered: Sequence[GivenBack], graphs: Graphs) -> None:
         """End a healthy communicator, once its work is done; by an abort where a peer does not end it so."""
         # A call that never came back stays inside for ever; only the thread that listens is soon out.
         self._asking.wait_until_none()
         self.device.make_current()
+        # NCCL waits for that. What is in flight goes on.
+        graphs.clear()
+        self._keeping.take_back()
+        self._keeping.mark_plans()
         waits, pause = self._library.version >= _DESTROY_WAITS, Pause()
         # A stream that was given may be gone by now.
         while (registered or waits) and not self._quiet(*([self.stream] if self._given_stream is None else [])):
@@ -417,6 +452,8 @@ class NcclLife(OnDevice, PeerPlane):
     def _free_left(self) -> None:
         """Free memory that its user has left to this; what a stream still uses then stays to the process's end."""
         watch, pause = Watch(_CLOSE_SECONDS), Pause()
+        if self._memory.has_left:
+            self._keeping.mark_plans()
         while self._memory.has_left and not watch.tick():
             if self._quiet():
                 self._memory.free_left()
@@ -436,6 +473,9 @@ class NcclLife(OnDevice, PeerPlane):
 
     def _reconnect(self) -> None:
         self.stop_for_good()
+        if all(stopping.done for stopping in self._stopping):
+            # Later operations may have none that marks it, and a close would wait for that.
+            self._keeping.forget_unmarked()
         super()._reconnect()
         try:
             self.start(Watch(self.start_deadline))

@@ -6,14 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from butter_mpi.collectives import Operation, call_site, control_signature
-from butter_mpi.device import Device
+from butter_mpi.device import LEGACY_STREAMS, Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
-from butter_mpi.planes.keeping import Keeping
+from butter_mpi.planes.keeping import Keeping, Lease
 from butter_mpi.planes.submitting import Used
 
 __all__ = ["OnDevice"]
+
+
+def _keeps_its_handle(stream: Any) -> bool:
+    """Return whether a stream that was given is an object which keeps its handle valid, as those of libraries do.
+
+    CuPy, PyTorch and Numba have such for handles of others too, which say so.
+    """
+    if stream is None or hasattr(stream, "__index__"):
+        return False
+    return not type(stream).__name__.startswith("External") and not getattr(stream, "external", False)
 
 
 class OnDevice(Plane):
@@ -23,6 +33,8 @@ class OnDevice(Plane):
     _device: Device | None = None
     _event = 0
     _keeping: Keeping
+    _lasting: tuple[int, ...] = LEGACY_STREAMS
+    """Streams that are there as long as this plane."""
 
     @property
     def device(self) -> Device:
@@ -54,6 +66,13 @@ class OnDevice(Plane):
         if owner != device.ordinal:
             where = "host memory, or was freed" if owner is None else f"memory of cuda:{owner}"
             raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{device.ordinal}")
+
+    def lend(self, operation: Operation, stream: Any) -> Lease | None:
+        """Return what stands for a plan: with its stream where that is there as long as the plan, or this plane."""
+        lasts = operation.stream in self._lasting or _keeps_its_handle(stream)
+        if not lasts and operation.graph is None:
+            return None
+        return self._keeping.lend(operation.stream if lasts else None, stream, operation.graph)
 
     def _admit(self, operation: Operation) -> None:
         """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from butter_mpi.collectives import Operation, carried
-from butter_mpi.device import Device, same_stream
+from butter_mpi.device import LEGACY_STREAMS, Device, same_stream
 from butter_mpi.enums import PreMulSum
 from butter_mpi.errors import CommunicatorBrokenError, CUDAError, NotSupportedError
 from butter_mpi.kernels import premul
@@ -85,6 +85,7 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
         self._keeping = Keeping(device)
         self._premul = 0
         self._own_stream, self._event = device.make_stream(), device.make_event()
+        self._lasting = (self._own_stream, *LEGACY_STREAMS)
         self.stream = self._own_stream if stream is None else self.check_stream(stream)
 
     def _admit(self, operation: Operation) -> None:
@@ -98,6 +99,11 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
                     f"without NCCL: {error.message}; or multiply the array by the factor yourself",
                     needs=error.needs,
                 ) from None
+
+    def _execute(self, numbered: Sequence[Numbered]) -> None:
+        if self._keeping.dropped:
+            self._keeping.take_back()
+        super()._execute(numbered)
 
     def _multiply(self, operation: Operation) -> None:
         if operation.count:
@@ -118,10 +124,13 @@ class DeviceSoloPlane(OnDevice, SoloPlane):
     def _listen(self) -> None:
         # The thread that asks may have no context yet.
         self.device.make_current()
+        self._keeping.take_back()
         self._keeping.release()
 
     def _release(self) -> None:
         self.device.make_current()
+        self._keeping.take_back()
+        self._keeping.mark_plans()
         self._keeping.leave()
         self._memory.free_left()
         # The driver destroys them once their work is done, and waits for nothing.

@@ -123,6 +123,8 @@ class Submitting(ABC):
             health = self.health
             if health.cause is not None or health.closed:
                 self._refuse(operation.kind)
+            if operation.graph is not None:
+                operation = self._by_graph(operation)
             self._admit(operation)
             if operation.named:
                 self._follow(operation)
@@ -241,6 +243,10 @@ class Submitting(ABC):
             self.check_no_group(what)
             with self._poisoning(record):
                 return self._exchange(payload, record)
+
+    def _by_graph(self, operation: Operation) -> Operation:
+        """Return an operation of a graph, or without it where that is not used any more."""
+        return operation
 
     def _admit(self, operation: Operation) -> None:  # noqa: B027 - most planes take everything
         """Raise ``ValueError`` or ``NotSupportedError`` where this plane cannot take an operation."""
