@@ -36,6 +36,9 @@ _CALLS, _ROUNDS = 100, 25
 _LOOPS, _REPEATS = 200, 200
 _BUSY_MICROSECONDS = 10_000
 _BARE = "ctypes, arguments prepared"
+_GRAPH = "plan with a graph"
+# The host waits in a launch where more are pending on a stream.
+_LAUNCHES = 20
 _NOTHING, _NUMBER, _RECORD = "nothing", "a new number", "record"
 
 
@@ -64,10 +67,12 @@ def _variants(comm: Communicator, array: Array, stream: int) -> dict[str, Callab
     dtype, op, at = DType.FLOAT32, ReduceOp.SUM, array.pointer
     arguments = (at, at, _COUNT, dtype.nccl, op.nccl, handle, stream)
     typed_call = library.function("ncclAllReduce")
+    graph = comm.plan_all_reduce(array, stream=stream, graph=True)
     return {
         _BARE: nccl.prepared(library, "ncclAllReduce", *arguments),
         "ctypes, arguments typed": lambda: typed_call(*arguments),
         "plan": comm.plan_all_reduce(array, stream=stream),
+        **({_GRAPH: graph} if graph.graph else {}),
         "backend.all_reduce": lambda: plane.all_reduce(at, 4 * _COUNT, dtype=dtype),
         "Communicator.all_reduce": lambda: comm.all_reduce(array, stream=stream),
     }
@@ -83,12 +88,13 @@ def _measure(
             comm.all_gather_json(None)
             _keep_busy(stream)
             began = time.perf_counter()
-            for _ in range(_CALLS):
+            calls = _LAUNCHES if name == _GRAPH else _CALLS
+            for _ in range(calls):
                 call()
             elapsed = time.perf_counter() - began
             wait(comm, device, stream)
             if number:  # the first round warms up
-                times[name].append(1e6 * elapsed / _CALLS)
+                times[name].append(1e6 * elapsed / calls)
     return times
 
 

@@ -83,7 +83,7 @@ def take(reader: Reader, about: Mapping[str, Any]) -> dict[str, Any]:
 def _operation(entry: Entry, began: float) -> dict[str, Any]:
     return {
         "number": entry.number,
-        "operation": entry.kind,
+        "operation": f"{entry.kind} by a CUDA graph" if entry.by_graph else entry.kind,
         "dtype": entry.dtype,
         "count": entry.elements,
         "bytes": entry.elements * WIDTHS.get(entry.dtype, 0),

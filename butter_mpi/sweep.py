@@ -121,6 +121,9 @@ class Sweep:
         if dtype is DType.FLOAT32:
             plan = operation.plan(self._comm, self._device, self._stream, plain)
             found.append(Variant("plan", plain, plan))
+            graph = operation.plan(self._comm, self._device, self._stream, plain, graph=True)
+            if graph.graph:
+                found.append(Variant("graph", plain, graph))
         found.append(self._bare("registered", operation, plain._replace(pointer=self._registered)))
         if self._windowed:
             found.append(self._bare("symmetric", operation, plain._replace(pointer=self._symmetric)))

@@ -19,6 +19,7 @@ from butter_mpi import nccl
 from butter_mpi.benchmarking import Array
 from butter_mpi.communicator import Communicator
 from butter_mpi.enums import DType, ReduceOp
+from butter_mpi.plans import Plan
 
 __all__ = ["OPERATIONS", "PATTERNS", "Operation", "Place", "Span", "Torch", "Variant", "pattern"]
 
@@ -149,12 +150,12 @@ class Operation:
         dtype = {"dtype": place.dtype} if self.reduces else {}
         return lambda: call(*pointers, nbytes, **dtype)
 
-    def plan(self, comm: Communicator, device: Any, stream: int, place: Place) -> Callable[[], object]:
+    def plan(self, comm: Communicator, device: Any, stream: int, place: Place, *, graph: bool = False) -> Plan:
         """Return a plan over arrays of the buffer."""
         size = place.dtype.itemsize
         arrays = [Array(device, part.nbytes // size, stream, part.pointer) for part in self.parts(place)]
-        make: Callable[..., Callable[[], object]] = getattr(comm, f"plan_{self.name}")
-        return make(*arrays, stream=stream)
+        make: Callable[..., Plan] = getattr(comm, f"plan_{self.name}")
+        return make(*arrays, stream=stream, graph=graph)
 
 
 OPERATIONS = {

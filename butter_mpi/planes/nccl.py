@@ -176,7 +176,8 @@ class NcclPlane(NcclLife):
         return not (self._issuer.add_kernel and self._issuer.adds((operation,)))
 
     def _by_graph(self, operation: Operation) -> Operation:
-        if not self.uses_graph(operation):
+        at_once = operation.graph.home is self._graphs and not self._issuer.add_kernel
+        if not (at_once or self.uses_graph(operation)):
             # It has come to its end with its communicator; or a kernel was set. Kept, as it comes again.
             if operation.issued is None:
                 operation.issued = replace(operation, graph=None)
@@ -197,6 +198,7 @@ class NcclPlane(NcclLife):
         """
         with LANE.held(self.who, "plan_graph", self.deadline):
             self._check("plan_graph")
+            self._keeping.take_back()
             if not self._all_can(operation, self._hindrance(operation)):
                 return None
             made = self._capture(operation)

@@ -29,9 +29,11 @@ def test_table_of_ratios() -> None:
     assert first.split()[-2:] == ["1.00", "x"] and [line.split()[0] for line in rest] == [
         "ctypes,",
         "plan",
+        "plan",
         "backend.all_reduce",
         "Communicator.all_reduce",
     ], result.text
+    assert rest[2].startswith("  plan with a graph "), result.text
     costs = {line[2:30].strip(): [int(one) for one in line[30:].split()[::2]] for line in features[1:]}
     bounded = ["health", "sequence", "in-flight mark", "call site", "record"]
     assert list(costs)[:5] == bounded and all(costs[name][0] > 0 for name in bounded), result.text
@@ -48,7 +50,7 @@ def test_sizes(tmp_path: Path) -> None:
     assert result.rc == 0 and not result.rank_out[1], result.text
     lines, scattered, notes = (part.splitlines() for part in result.rank_out[0].split("\n\n"))
     assert lines[0] == "all_reduce, 2 ranks, NCCL 23203, transport P2P", result.text
-    assert lines[2].split()[5:] == ["plane", "plan", "registered", "symmetric"], result.text
+    assert lines[2].split()[5:] == ["plane", "plan", "graph", "registered", "symmetric"], result.text
     rows = json.loads(file.read_text())["rows"]
     every = product(("all_reduce", "reduce_scatter"), ("float32", "bfloat16"), (512, 1024))
     assert [(row["operation"], row["dtype"], row["bytes"]) for row in rows] == list(every)
@@ -56,6 +58,13 @@ def test_sizes(tmp_path: Path) -> None:
     for row, line in zip(rows, lines[3:] + scattered[3:], strict=True):
         assert float(line.split()[5]) == pytest.approx(row["us"]["plane"] / row["us"]["bare"], abs=6e-4), result.text
     assert notes == ["add path: needs two ranks, and NVRTC on both"], result.text
+
+
+@pytest.mark.parametrize("command", [BENCH, [*SWEEP, "--from", "8", "--to", "8"]], ids=["bench", "sweep"])
+def test_no_graph_is_no_row(command: list[str]) -> None:
+    """Where graphs are not used nothing is said of them."""
+    result = run_job(2, command, env=build().env(transport="NET/Socket"), timeout=60)
+    assert result.rc == 0 and "plan" in result.rank_out[0] and "graph" not in result.rank_out[0], result.text
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from butter_mpi.collectives import RULES, Operation, control_signature, describe, signature
 from butter_mpi.enums import DType, PreMulSum, ReduceOp
 from butter_mpi.recorder import COLLECTIVES, DTYPES, EXCHANGES, KINDS, OPS, PAIRS, SITES, SIZE, Reader, Recorder
+from butter_mpi.recording import take
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +45,26 @@ def every_operation() -> list[Operation]:
         for op in ([*ReduceOp, PreMulSum(2)] if rule.reduces else [None])
         for root in ((0, 5) if rule.rooted else [None])
     ]
+
+
+def test_a_graph_is_another_operation(recorder: Recorder) -> None:
+    """What is launched as a graph reads as that, in messages and in a recording, and its hash differs from a call's."""
+    reader, chains = Reader(recorder.fd), []
+    for number, graph in enumerate((None, object(), None), 1):
+        operation = Operation("all_reduce", 4, DType.FLOAT32, op=ReduceOp.SUM, site="app/train.py:1", graph=graph)
+        recorder._chain = 0.0
+        recorder.write(operation, number)
+        entry = reader.collective(number)
+        assert entry is not None and entry.text() == describe(signature(operation, number))
+        assert (entry.op, entry.root, entry.by_graph) == ("sum", None, graph is not None)
+        chains.append(entry.chain)
+    assert chains[0] == chains[2] != chains[1] and "by a CUDA graph" in reader_text(reader)
+
+
+def reader_text(reader: Reader) -> str:
+    """Return the operations of a recording."""
+    about = dict.fromkeys(("communicator", "rank", "world_size", "host", "pid", "state", "how", "cause"))
+    return str([one["operation"] for one in take(reader, about)["collectives"]["records"]])
 
 
 def barrier(site: str = "app/train.py:1") -> Operation:
