@@ -102,6 +102,7 @@ class Keeping:
                 lease.graph = None
             if lease.stream is None or not lease.owners or self._put_behind(lease.stream, lease.owners):
                 self._leases.discard(lease)
+                lease.owners = ()
             else:
                 waiting.append(lease)
         self.dropped += waiting

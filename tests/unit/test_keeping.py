@@ -28,6 +28,15 @@ class _Device:
         self.recorded: list[tuple[int, int]] = []
         self.passed: set[int] = set()
         self.living: set[int] = set()
+        self.captured: set[int] = set()
+        self.idle: set[int] = set()
+
+    def is_captured(self, stream: int) -> bool:
+        return stream in self.captured
+
+    def ready(self, stream: int) -> bool:
+        assert stream not in self.captured
+        return stream in self.idle
 
     def make_event(self) -> int:
         event = next(self._numbers)
@@ -156,3 +165,95 @@ def test_what_cannot_be_marked_is_not_tried_again(device: _Device, monkeypatch: 
     assert not dead(gone)
     kept.clear()
     assert dead(gone)
+
+
+def test_arrays_of_a_dropped_plan(device: Any) -> None:
+    """They are kept from the finalizer on, and go when the stream has passed what it held at the next submission."""
+    kept, array = Keeping(device), _Array()
+    gone, lease = weakref.ref(array), kept.lend(7, None, None)
+    submit(kept, 8)
+    lease.give_back((array,))
+    del array
+    assert not dead(gone) and device.recorded == []
+    kept.take_back()
+    assert device.recorded == [(1, 7)] and not kept.empty and not kept.dropped and kept.lent == set()
+    kept.release()
+    assert not dead(gone)
+    device.passed = {1}
+    kept.release()
+    assert dead(gone) and kept.empty
+
+
+def test_a_stream_that_is_idle_needs_no_event(device: Any) -> None:
+    """What nothing uses any more goes at once; so does what no call has used."""
+    kept, array = Keeping(device), _Array()
+    gone = weakref.ref(array)
+    device.idle = {7}
+    kept.lend(7, None, None).give_back((array,))
+    kept.lend(8, None, None).give_back(())
+    del array
+    kept.take_back()
+    assert dead(gone) and kept.empty and device.recorded == [] and kept.lent == set()
+
+
+def test_a_captured_stream_is_left_alone(device: Any) -> None:
+    """While a plan's stream is captured nothing is recorded there and nothing asked; later it is."""
+    kept, array = Keeping(device), _Array()
+    gone = weakref.ref(array)
+    device.captured = {7}
+    kept.lend(7, None, None).give_back((array,))
+    del array
+    kept.take_back()
+    kept.mark_plans()
+    assert not dead(gone) and device.recorded == [] and kept.dropped
+    device.captured = set()
+    kept.take_back()
+    assert device.recorded == [(1, 7)] and not kept.dropped
+
+
+def test_plans_that_live(device: Any) -> None:
+    """Whoever waits for streams has an event put behind the calls of plans, which recorded none; of handles, none."""
+    kept = Keeping(device)
+    leases = [kept.lend(7, None, None), kept.lend(7, None, None), kept.lend(None, None, object())]
+    assert kept.empty
+    kept.mark_plans()
+    assert device.recorded == [(1, 7)] and not kept.empty
+    device.passed = {1}
+    kept.release()
+    assert kept.empty and kept.lent == {7}
+    kept.clear()
+    assert kept.lent == set() and device.living == set()
+    # Nobody takes it back any more.
+    array = _Array()
+    gone = weakref.ref(array)
+    leases[0].give_back((array,))
+    leases.clear()
+    del array
+    assert dead(gone) and not kept.dropped
+
+
+def test_the_end_lets_all_go(device: Any) -> None:
+    """With the communicator all arrays of dropped plans go, whether or not somebody came by before."""
+    kept, array = Keeping(device), _Array()
+    gone = weakref.ref(array)
+    kept.lend(7, None, None).give_back((array,))
+    del array
+    assert not dead(gone)
+    kept.clear()
+    assert dead(gone)
+
+
+def test_what_failed_can_be_forgotten(device: Any) -> None:
+    """Once nothing can run any more what has no event is let go of; what has one stays until that is passed."""
+    kept, failed, other = Keeping(device), _Array(), _Array()
+    gone, there = weakref.ref(failed), weakref.ref(other)
+    submit(kept, 7, other)
+    kept.keep([(7, (failed,)), (8, (failed,))])
+    del failed, other
+    kept.forget_unmarked()
+    assert dead(gone) and not dead(there) and not kept.empty
+    submit(kept, 8)
+    assert device.recorded == [(1, 7)]
+    device.passed = {1}
+    kept.release()
+    assert dead(there) and kept.empty
