@@ -21,7 +21,7 @@ ON_STANDIN = [("mpich", 2, "strict"), ("mpich", 4, "strict"), ("openmpi", 2, "st
 # Where more than two ranks do what two do not; the others are about one rank and its device.
 OF_MANY = ("test_backend", "test_nccl", "test_operations", "test_splits")
 # About the memory and the streams of a rank's own device, of which no MPI knows: under one MPI.
-OF_THE_DEVICE = ("test_nccl_arrays", "test_nccl_memory", "test_nccl_order", "test_nccl_plans")
+OF_THE_DEVICE = ("test_nccl_arrays", "test_nccl_graphs", "test_nccl_memory", "test_nccl_order", "test_nccl_plans")
 # A hundred tests of what the stand-in computes, which depends on neither the check nor the MPI; and the same once more.
 ARITHMETIC = ["test_all_reduce_types_and_sizes", "test_all_reduce_operators"]
 EVERY_REDUCTION = ["test_every_reduction"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -177,6 +178,24 @@ def test_a_plan_without_a_graph_is_named(comm: Communicator, make: Make) -> None
     assert "all_gather_json #0" in str(caught.value) and "plan_graph #0" in str(caught.value)
 
 
+def test_a_rank_that_goes_on_is_named(comm: Communicator, make: Make) -> None:
+    """So is one that calls its plan, which waits on the device for nobody to come."""
+    data = make([1] * 8)
+
+    def differ() -> None:
+        if RANK == SIZE - 1:
+            comm.plan_all_reduce(data)()
+            comm.wait_for_async_error(20)
+        else:
+            comm.plan_all_reduce(data, graph=True)
+
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        differ()
+    assert "all_reduce #1 (float32 x 8, sum)" in str(caught.value) and "plan_graph #0" in str(caught.value)
+    assert time.monotonic() - began < 5
+
+
 def test_a_rank_that_leaves_is_named(comm: Communicator, make: Make) -> None:
     """Whoever waits for a rank that closed instead is told so."""
     if RANK == SIZE - 1:
@@ -313,6 +332,46 @@ def test_memory_that_plans_still_use(
     assert ready == [True]
 
 
+def test_buffers_that_plans_still_use(
+    comm: Communicator, make: Make, plane: Any, device: Device, memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A close gives registered buffers back when the stream has passed the calls of plans on them."""
+    memory.stream = stream = device.make_stream()
+    data, ready, give_back = make([1] * 4), list[bool](), nccl.deregister
+    plane.register_buffer(data.pointer, 16)
+
+    def noted(*arguments: Any) -> None:
+        ready.append(device.ready(stream))
+        give_back(*arguments)
+
+    monkeypatch.setattr(nccl, "deregister", noted)
+    plan = comm.plan_all_reduce(data, stream=_Stream(stream))
+    with Held(device, stream) as held:
+        plan()
+        timer = threading.Timer(0.3, held.go)
+        timer.start()
+        comm.close()
+        plane._closing.wait()
+        timer.join()
+    assert ready == [True]
+
+
+def test_a_plan_that_is_dropped_inside_a_group(comm: Communicator, make: Make, plane: Any, device: Device) -> None:
+    """What a group submits at its end uses the arrays of a plan that is gone by then."""
+    data = make([1] * 4)
+    gone = weakref.ref(data)
+    with Held(device, plane.stream if RANK else device.make_stream()):
+        with comm.group():
+            comm.plan_all_reduce(data)()
+            del data
+            gc.collect()
+        comm.check_async_error()
+        gc.collect()
+        assert gone() is not None
+        # Nobody lets go before all have looked.
+        comm.all_gather_json(None)
+
+
 def test_a_captured_stream_of_a_dropped_plan(comm: Communicator, make: Make, plane: Any, device: Device) -> None:
     """While its stream is captured nothing is put there, and the capture holds; the arrays go afterwards."""
     stream = device.make_stream()
@@ -343,8 +402,9 @@ def test_a_kernel_that_is_set_later(comm: Communicator, make: Make, device: Devi
     plan()
     plane.set_add_kernel(int(device.call("cuModuleGetFunction", module, b"bf16_add_inplace")))
     adds = SIZE == 2
-    assert plan.graph != adds
+    assert plan.graph != adds and not plane._connected
     plan()
+    assert bool(plane._connected) == adds
     plane.set_add_kernel(0)
     assert plan.graph
     plan()

@@ -89,6 +89,18 @@ def test_a_plan_does_what_its_operation_does(comm: Communicator, make: Make) -> 
     assert (whole.get() == SIZE - 1).all() and (got.get() == SIZE - 1).all()
 
 
+def test_a_graph_where_there_is_one(comm: Communicator, make: Make) -> None:
+    """Asked for on every plane it gives the same result; it is a graph where NCCL moves the data."""
+    data = make([RANK + 1] * 6)
+    plan = comm.plan_all_reduce(data, graph=True)
+    assert plan.graph == (PLANE == "nccl" and SIZE > 1) and comm.sequence == 0
+    plan()
+    assert (data.get() == TOTAL).all() and comm.sequence == 1
+    with pytest.raises(ValueError, match="is for what is one call of NCCL"):
+        comm.plan_all_reduce(data, op=butter_mpi.PreMulSum(2.0), graph=True)
+    assert not comm.plan_all_reduce(data).graph
+
+
 def test_wrong_arguments_are_refused_when_it_is_made(comm: Communicator, make: Make) -> None:
     """What the operation refuses is refused by the plan of it, in the same words, before anything is sent."""
     with pytest.raises(ValueError, match=f"all_gather #1: recvbuf has {6 * SIZE + 1} elements, needs {6 * SIZE}"):
