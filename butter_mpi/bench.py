@@ -85,17 +85,23 @@ def _measure(
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(_ROUNDS + 1):
         for name, call in variants.items():
-            comm.all_gather_json(None)
-            _keep_busy(stream)
-            began = time.perf_counter()
-            calls = _LAUNCHES if name == _GRAPH else _CALLS
-            for _ in range(calls):
-                call()
-            elapsed = time.perf_counter() - began
-            wait(comm, device, stream)
+            at_once = _LAUNCHES if name == _GRAPH else _CALLS
+            elapsed = sum(_timed(comm, device, stream, call, at_once) for _ in range(_CALLS // at_once))
             if number:  # the first round warms up
-                times[name].append(1e6 * elapsed / calls)
+                times[name].append(1e6 * elapsed / _CALLS)
     return times
+
+
+def _timed(comm: Communicator, device: Device, stream: int, call: Callable[[], Any], calls: int) -> float:
+    """Return the seconds of calls on a stream that stands still meanwhile."""
+    comm.all_gather_json(None)
+    _keep_busy(stream)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - began
+    wait(comm, device, stream)
+    return elapsed
 
 
 def _features(comm: Communicator, array: Array, stream: int, recorder: Recorder) -> dict[str, Callable[[], Any]]:
