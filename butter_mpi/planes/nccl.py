@@ -7,14 +7,12 @@ looks at the communicator's health before it reports success.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from butter_mpi import nccl
-from butter_mpi.collectives import Operation, call_site, carried, control_signature, graph_facts, signature
+from butter_mpi.collectives import Operation, carried, signature
 from butter_mpi.control import Control, Pause, Watch
 from butter_mpi.enums import DType
 from butter_mpi.errors import (
@@ -24,22 +22,20 @@ from butter_mpi.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from butter_mpi.findings import by_value, ranks_text
 from butter_mpi.lane import LANE
 from butter_mpi.nccl_setup import connects_late
-from butter_mpi.planes.graphs import Graph, lacking
 from butter_mpi.planes.issuing import ADDING
 from butter_mpi.planes.joining import Bound
+from butter_mpi.planes.launching import UNKNOWN, NcclGraphs
 from butter_mpi.planes.meeting import Meeting
 from butter_mpi.planes.memory import ALIGNMENT
-from butter_mpi.planes.nccl_life import GivenBack, NcclLife
+from butter_mpi.planes.nccl_life import GivenBack
 from butter_mpi.planes.peers import Task
 from butter_mpi.planes.submitting import Numbered, signed
 from butter_mpi.planes.waiting import Waiting, farewells
 
 __all__ = ["NcclPlane"]
 
-_LOG = logging.getLogger("butter_mpi")
 _FLOAT8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 _FLOAT8_CAPABILITY = (9, 0)
 _INTEGERS16 = (DType.INT16, DType.UINT16)
@@ -48,7 +44,6 @@ _GRACE = 0.1
 _LAST_SECONDS = 2.0
 _DEVICE_LOST = "CUDA work of this rank failed, now or earlier; no other rank is the cause"
 _STOP_ALL = "Stop all ranks before retrying"
-_UNKNOWN = "ranks that are alive; which of them has not come is not known here"
 
 
 def nothing() -> Task:
@@ -56,7 +51,7 @@ def nothing() -> Task:
     yield from ()
 
 
-class NcclPlane(NcclLife):
+class NcclPlane(NcclGraphs):
     """Collectives on device memory by NCCL.
 
     Parameters
@@ -76,7 +71,7 @@ class NcclPlane(NcclLife):
         self._strict = strict
         self._connected: set[tuple[int, str]] = set()
         self._connects_late = connects_late()
-        self._capturing, self._marked = 0, False
+        self._marked = False
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -152,7 +147,7 @@ class NcclPlane(NcclLife):
         """
         record = signature(*numbered[0])
         limit = None if all(operation.waits_for_ever for operation in operations) else self.deadline
-        waiting = self._waiting(record, limit, unknown=_UNKNOWN)
+        waiting = self._waiting(record, limit, unknown=UNKNOWN)
         bound = Bound(Watch(None), lambda: waiting.look(record, self._gone(numbered), waiting.take()))
         self._aside_until_done(lambda: self._issue(operations), bound, "connecting")
         # One that moved nothing may have connected nothing.
@@ -165,89 +160,6 @@ class NcclPlane(NcclLife):
 
     def _use_kernel(self, handle: int) -> None:
         self._issuer.add_kernel = handle
-
-    # -- graphs ------------------------------------------------------------------------------------------------------
-
-    def uses_graph(self, operation: Operation) -> bool:
-        """Return whether an operation with a graph is launched as one now, which is so on all ranks or on none."""
-        graph = operation.graph
-        if graph is None or graph.home is not self._graphs:
-            return False
-        return not (self._issuer.add_kernel and self._issuer.adds((operation,)))
-
-    def _by_graph(self, operation: Operation) -> Operation:
-        at_once = operation.graph.home is self._graphs and not self._issuer.add_kernel
-        if not (at_once or self.uses_graph(operation)):
-            # It has come to its end with its communicator; or a kernel was set. Kept, as it comes again.
-            if operation.issued is None:
-                operation.issued = replace(operation, graph=None)
-            ordinary: Operation = operation.issued
-            return ordinary
-        if self._group is not None:
-            raise ValueError(
-                f"{self.who}: {operation.kind} #{self.sequence + 1}: a plan with graph=True inside a group, whose "
-                "operations NCCL is given together; call it outside, or make the plan without a graph"
-            )
-        return operation
-
-    def make_graph(self, operation: Operation) -> Graph | None:
-        """Agree with every rank on a graph of an operation, captured on all; ``None``: all go on without (collective).
-
-        Ranks say before the capture what keeps them from it, as others would wait for them inside NCCL; and behind it
-        whether they use what came out.
-        """
-        with LANE.held(self.who, "plan_graph", self.deadline):
-            self._check("plan_graph")
-            self._keeping.take_back()
-            if not self._all_can(operation, self._hindrance(operation)):
-                return None
-            made = self._capture(operation)
-            all_have = False
-            try:
-                all_have = self._all_can(operation, made if isinstance(made, str) else "")
-            finally:
-                if not all_have and isinstance(made, Graph):
-                    made.destroy()
-            return made if all_have and isinstance(made, Graph) else None
-
-    def _all_can(self, operation: Operation, hindrance: str) -> bool:
-        """Return whether nothing keeps any rank from the graph; every rank calls it."""
-        said = self._meet_for_graph(operation, hindrance)
-        if any(said):
-            why = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_value(enumerate(said)).items() if text)
-            _LOG.info("%s: plan_%s: no graph is used: %s", self.who, operation.kind, why)
-        return not any(said)
-
-    def _hindrance(self, operation: Operation) -> str:
-        try:
-            self._check_supported(operation)
-        except NotSupportedError as error:
-            return error.message
-        return f"it goes by {ADDING}" if self._issuer.adds((operation,)) else lacking()
-
-    def _capture(self, operation: Operation) -> Graph | str:
-        """Capture an operation on a stream of this plane's own; the call may wait for other ranks inside NCCL."""
-        record = {**control_signature("plan_graph", self.sequence, call_site()), **graph_facts(operation)}
-        made: list[Graph | str] = []
-        if not self._capturing:
-            self._capturing = self._kept.stream()
-
-        def issue(comm: int, stream: int) -> None:
-            self._issuer.issue(comm, [replace(operation, stream=stream)])
-
-        def capture() -> None:
-            with self._inside:
-                # First: whoever takes the communicator away takes its graphs after it.
-                graphs = self._graphs
-                comm = self._handle("plan_graph")
-                streams = self._capturing, operation.stream
-                made.append(graphs.capture(self.device, streams, comm, partial(issue, comm)))
-
-        with self._poisoning(record):
-            waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
-            bound = Bound(Watch(None), lambda: waiting.look(record, {}, waiting.take()))
-            self._aside_until_done(capture, bound, "capturing a graph")
-        return made[0]
 
     @property
     def _judged(self) -> bool:
@@ -264,7 +176,7 @@ class NcclPlane(NcclLife):
     def _wait_for(self, operation: Operation, number: int) -> None:
         """Poll the stream; its work also counts as done after an abort, so health has the last word."""
         record = signature(operation, number)
-        waiting = self._waiting(record, None if operation.waits_for_ever else self.deadline, unknown=_UNKNOWN)
+        waiting = self._waiting(record, None if operation.waits_for_ever else self.deadline, unknown=UNKNOWN)
         # Once it is poisoned NCCL is being aborted, and the driver answers no question before that is done.
         while self.health.cause is None and not self.device.ready(operation.stream):
             self._ask_nccl()
@@ -300,6 +212,8 @@ class NcclPlane(NcclLife):
 
     def _reconnect(self) -> None:
         self._connected.clear()
+        # What failed may have been a capture that is not over.
+        self._capturing = 0
         super()._reconnect()
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -322,7 +236,7 @@ class NcclPlane(NcclLife):
                 result = nccl.window_register(self._library, comm, ptr, nbytes, window, flags)
                 nccl.check(self._library, "ncclCommWindowRegister", result)
 
-        waiting = self._waiting(record, self.deadline, unknown=_UNKNOWN)
+        waiting = self._waiting(record, self.deadline, unknown=UNKNOWN)
         # Every rank has come, and waits inside NCCL for the others; one that has closed since had its window before.
         bound = Bound(Watch(None), lambda: waiting.look(record, {}, waiting.take()))
         self._aside_until_done(register, bound, "registering a window")

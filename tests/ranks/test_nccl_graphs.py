@@ -218,7 +218,7 @@ def test_a_launch_is_no_call(comm: Communicator, make: Make) -> None:
 def test_all_go_on_without(comm: Communicator, make: Make, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Where one rank has no graph that could be used none uses one: the plan is an ordinary one on all."""
     if RANK == SIZE - 1 and what == "nothing can be captured":
-        monkeypatch.setattr("butter_mpi.planes.nccl.lacking", lambda: "the driver has no cuGraphLaunch")
+        monkeypatch.setattr("butter_mpi.planes.launching.lacking", lambda: "the driver has no cuGraphLaunch")
     elif RANK == SIZE - 1:
         monkeypatch.setattr(graphs, "_kinds", lambda _graph: {0, 3, 7} if "host" in what else {0})
     data = make([1] * 4)
@@ -445,9 +445,8 @@ def test_close(comm: Communicator, make: Make, plane: Any, dropped: bool) -> Non
         plan = None
     del data
     WORLD.Barrier()
-    began = time.monotonic()
     comm.close()
-    assert time.monotonic() - began < 1.5 and plane._closing.done
+    assert plane._closing.done
     del plan
     gc.collect()
     assert gone() is None
