@@ -19,8 +19,8 @@ _COUNTERPART = {"send": "recv", "recv": "send"}
 _GRACE = 0.2
 _SAME = "Every rank must submit the same operations in the same order"
 _SAME_WAY = (
-    "Every rank must do it in the same way: by a plan with a graph or without one, with a kernel of set_add_kernel "
-    "or without one, alone or in a group with others"
+    "Every rank must do it in the same way: with a kernel of set_add_kernel or without one, by a plan with a graph or "
+    "without one, alone or in a group with others"
 )
 
 
