@@ -467,7 +467,7 @@ class Communicator(Exchanges, Memory, Plans, Splits):
         """Make this communicator anew with every rank, after a failure that all of them survived.
 
         The old one is given up, the bootstrap is repeated over the reserve communicator. The sequence goes on after the
-        largest number of any rank; registered handles are void.
+        largest number of any rank; registered handles are void, and plans go on without their graphs.
 
         Raises
         ------

@@ -203,7 +203,7 @@ class Keeping:
 
     def clear(self) -> None:
         """Let go of everything, when nothing can use it any more, and give the events back."""
-        for lease in self._leases:
+        for lease in list(self._leases):
             lease.line = None
         self._leases.clear()
         self.dropped.clear()

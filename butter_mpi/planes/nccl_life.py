@@ -403,9 +403,9 @@ class NcclLife(OnDevice, PeerPlane):
         self.device.make_current()
         # NCCL waits for that. What is in flight goes on.
         graphs.clear()
-        self._keeping.take_back()
-        self._keeping.mark_plans()
         waits, pause = self._library.version >= _DESTROY_WAITS, Pause()
+        if registered or waits:
+            self._keeping.mark_plans()
         # A stream that was given may be gone by now.
         while (registered or waits) and not self._quiet(*([self.stream] if self._given_stream is None else [])):
             pause()
