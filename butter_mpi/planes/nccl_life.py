@@ -99,6 +99,8 @@ class NcclLife(OnDevice, PeerPlane):
         # An error of a start is said before another rank ends the job for it.
         self._close_seconds = 0.0
         self._inside = Inside(self._in_plain_flight)
+        # The same of calls that this rank may leave to themselves.
+        self._left_inside = Inside()
         self._stopping: list[Detached] = []
         self._ending: Detached | None = None
         self._closing: Detached | None = None
@@ -227,7 +229,7 @@ class NcclLife(OnDevice, PeerPlane):
     def _connect(self, bound: Bound) -> None:
         """Connect by one small operation: the host call makes connections, and would wait without a bound."""
         with bound.step("connecting") as step:
-            self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, step)
+            self._aside_until_done(lambda: self._issue([self._barrier_operation()], self._left_inside), bound, step)
         with bound.step("the first operation") as step:
             while not self.device.ready(self.stream):
                 if bound.watch.tick():
@@ -247,8 +249,8 @@ class NcclLife(OnDevice, PeerPlane):
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _issue(self, operations: Sequence[Operation]) -> None:
-        with self._inside:
+    def _issue(self, operations: Sequence[Operation], mark: Inside | None = None) -> None:
+        with mark or self._inside:
             self._issuer.issue(self._handle("submitting"), operations)
 
     def _issue_again(self, operation: Operation) -> None:
@@ -315,7 +317,7 @@ class NcclLife(OnDevice, PeerPlane):
     def _stop_from_outside(self) -> None:
         comm, self._comm = self._comm, None
         if comm is not None:
-            self._stopping.append(abort(self._library, self.device, comm, self._inside))
+            self._stopping.append(abort(self._library, self.device, comm, self._inside, self._left_inside))
 
     def _release(self) -> None:
         if self._peer_broke():
