@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import socket
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from butter_mpi.control import Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.ending import say, uncaught
+from butter_mpi.environment import c_environment
 from butter_mpi.errors import StartError, text_of
 from butter_mpi.findings import ranks_text
 from butter_mpi.outcome import OUTCOME
+from butter_mpi.recovery import started_by
 
 __all__ = ["ARRIVAL", "duplicate_once_all_came", "tell_of_the_end"]
 
@@ -32,6 +37,7 @@ _LONGEST_TEXT = 500
 _MOST_NAMED = 1000
 _HERE, _ASK, _MISSING, _GONE = "here", "ask", "missing", "gone"
 _STEP = "duplicating the communicator"
+_HYDRA = "hydra_pmi_proxy"
 # By rank of all, what those that ended before they came to a start have said.
 _ENDED: dict[int, str] = {}
 
@@ -87,20 +93,45 @@ def tell_of_the_end(mpi: Any) -> None:
 
     Parameters
     ----------
-    mpi : module
-        ``mpi4py.MPI``, started and not finalized.
+    mpi : module or None
+        ``mpi4py.MPI``, started and not finalized; ``None``: this process has not started it, and the others wait in
+        ``MPI_Init``, which nothing ends but the launcher.
     """
-    world, error = mpi.COMM_WORLD, uncaught()
-    status = OUTCOME.last_status
-    if world.size == 1 or (error is None and not status):
-        return
-    how = f"with status {status}" if error is None else f"by {text_of(error)[:_LONGEST_TEXT]}"
-    who = f"rank {world.rank}/{world.size} on {socket.gethostname()}"
-    text = f"{who} ended {how} before it came to init: look at what it wrote"
+    error, status = uncaught(), OUTCOME.last_status
+    if mpi is None:
+        if error is not None:
+            _have_the_job_ended(text_of(error)[:_LONGEST_TEXT])
+    elif mpi.COMM_WORLD.size > 1 and (error is not None or status):
+        how = f"with status {status}" if error is None else f"by {text_of(error)[:_LONGEST_TEXT]}"
+        who = f"rank {mpi.COMM_WORLD.rank}/{mpi.COMM_WORLD.size} on {socket.gethostname()}"
+        _tell_all(mpi, f"{who} ended {how} before it came to init: look at what it wrote")
+
+
+def _tell_all(mpi: Any, text: str) -> None:
+    world = mpi.COMM_WORLD
     with contextlib.suppress(mpi.Exception):
         post = _Post(world, mpi)
         post.send([rank for rank in range(world.size) if rank != world.rank], _GONE, text=text)
         post.wait(_EXIT_SECONDS)
+
+
+def _have_the_job_ended(how: str) -> None:
+    """Have MPICH's launcher end the job, which it does not do by itself for a rank that fails before ``MPI_Init``.
+
+    As other launchers do. Only for a process that it started itself: what a rank starts has the same environment.
+    """
+    env = c_environment()
+    rank, size, descriptor = (env.get(f"PMI_{name}", "") for name in ("RANK", "SIZE", "FD"))
+    parent = next(iter(started_by()), [""])[0]
+    if os.path.basename(parent) != _HYDRA or not (size.isdigit() and int(size) > 1 and descriptor.isdigit()):
+        return
+    say(f"rank {rank}/{size} on {socket.gethostname()} ended by {how} before MPI was started; the job is ended")
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        os.write(int(descriptor), b"cmd=abort exitcode=1\n")
 
 
 class _Post:

@@ -54,11 +54,17 @@ class Outcome:
 
     def _tell(self) -> None:
         """Tell ranks that may wait in a start of one that has come to none, and ends."""
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is None or self.came or self._pid != os.getpid():
+        if self.came or self._pid != os.getpid():
             return
-        if mpi.Is_initialized() and not mpi.Is_finalized():
-            importlib.import_module("butter_mpi.arrivals").tell_of_the_end(mpi)
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized():
+            if mpi.Is_finalized():
+                return
+        elif "PMI_FD" in os.environ:
+            mpi = None
+        else:
+            return
+        importlib.import_module("butter_mpi.arrivals").tell_of_the_end(mpi)
 
     def status(self) -> int | None:
         """Return the status of the end; ``None``: it is that of a ``SystemExit`` that is not known."""
