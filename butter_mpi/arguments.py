@@ -11,20 +11,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from butter_mpi.buffers import (
+    READERS,
     ArrayView,
     check_apart,
     check_counts,
     check_pair,
     current_stream,
-    device_view,
+    reader_of,
     starts,
     stream_handle,
     view,
 )
 from butter_mpi.collectives import RULES, Operation, Owners, call_site, check_op
-from butter_mpi.device import same_stream
+from butter_mpi.device import Device, same_stream
 from butter_mpi.enums import DType, PreMulSum, ReduceOp, parse_op
-from butter_mpi.planes.base import Plane
+from butter_mpi.lane import LANE
+from butter_mpi.planes.base import NAMED, Plane
+from butter_mpi.planes.on_device import OnDevice
 
 __all__ = ["Arguments", "Checked"]
 
@@ -41,14 +44,12 @@ class _What:
 
     def __init__(self, plane: Plane, kind: str, argument: str = "", *, numbered: bool = True) -> None:
         self._plane, self._kind, self._argument, self._numbered = plane, kind, argument, numbered
-        self._arguments: dict[str, _What] = {}
+        self.arguments: dict[str, _What] = {}
 
     def of(self, argument: str) -> _What:
         """Return the same on an argument."""
-        found = self._arguments.get(argument)
-        if found is None:
-            found = self._arguments[argument] = _What(self._plane, self._kind, f": {argument}", numbered=self._numbered)
-        return found
+        made = _What(self._plane, self._kind, f": {argument}", numbered=self._numbered)
+        return self.arguments.setdefault(argument, made)
 
     def __str__(self) -> str:
         number = f" #{self._plane.sequence + 1}" if self._numbered else ""
@@ -93,6 +94,7 @@ class Arguments:
 
     def __init__(self, plane: Plane) -> None:
         self._plane = plane
+        self._device: Device | None = plane.device if isinstance(plane, OnDevice) else None
         self._whats: dict[str, _What] = {}
 
     # -- operations --------------------------------------------------------------------------------------------------
@@ -108,45 +110,56 @@ class Arguments:
         root: int | None = None,
     ) -> Checked:
         """Return a collective whose blocks are of one size; a reduction without `recvbuf` is in place."""
-        rule, what, plane = RULES[kind], self._what(kind), self._plane
-        own_op = op if op is None or isinstance(op, ReduceOp) else self._op(what, op)
+        what, rule = self._what(kind), RULES[kind]
+        own_op = op if op is None or op.__class__ is ReduceOp else self._op(what, op)
         sends = receives = True
         if root is not None:
             root = self._rank(what, "root", root)
-            sends, receives = (not only or plane.rank() == root for only in (rule.from_root, rule.to_root))
-        in_place = recvbuf is None and rule.reduces and rule.send_blocks == rule.recv_blocks
-        send = self._view(what, "sendbuf", sendbuf, writable=in_place and receives) if sends else None
-        recv = None
-        if receives:
-            recv = send if in_place else self._view(what, "recvbuf", recvbuf, writable=True)
-        if send is not None and recv is not None:
-            count = send.count
-            if send is not recv:
-                blocks = [plane.world_size() if n < 0 else n for n in (rule.send_blocks, rule.recv_blocks)]
-                count = check_pair(send, recv, (blocks[0], blocks[1]), plane.rank(), what, in_place=rule.in_place)
-        else:
-            # One rank's block, of an operation that has others only on root.
-            count = sum(buffer.count for buffer in (send, recv) if buffer is not None)
-        return self._operation(kind, what, count, send, recv, stream, op=own_op, root=root)
+            here = self._plane.rank() == root
+            sends, receives = here or not rule.from_root, here or not rule.to_root
+        if recvbuf is None and rule.reduces and rule.send_blocks == rule.recv_blocks:
+            own = self._view(what, "sendbuf", sendbuf, writable=receives)
+            at = own.pointer
+            return self._operation(
+                kind, what, (own,), own.count, at, at if receives else 0, stream, op=own_op, root=root
+            )
+        send = self._view(what, "sendbuf", sendbuf, writable=False) if sends else None
+        recv = self._view(what, "recvbuf", recvbuf, writable=True) if receives else None
+        if send is None or recv is None:
+            return self._one_sided(kind, what, send, recv, stream, op=own_op, root=root)
+        ranks = self._plane.world_size()
+        blocks = ranks if rule.send_blocks < 0 else 1, ranks if rule.recv_blocks < 0 else 1
+        count = check_pair(send, recv, blocks, self._plane.rank(), what, in_place=rule.in_place)
+        source, target = send.pointer, recv.pointer
+        return self._operation(kind, what, (send, recv), count, source, target, stream, op=own_op, root=root)
+
+    def _one_sided(
+        self, kind: str, what: _What, send: ArrayView | None, recv: ArrayView | None, stream: Any, **more: Any
+    ) -> Checked:
+        """Return one rank's part, which is one block, of an operation that has others only on root."""
+        one, source, target = (send, send.pointer, 0) if send is not None else (recv, 0, recv.pointer if recv else 0)
+        assert one is not None, "every rank sends or receives"
+        return self._operation(kind, what, (one,), one.count, source, target, stream, **more)
 
     def broadcast(self, buf: Any, root: int, stream: Any) -> Checked:
         """Return a broadcast, in place."""
         what = self._what("broadcast")
         root = self._rank(what, "root", root)
         whole = self._view(what, "buf", buf, writable=root != self._plane.rank())
-        return self._operation("broadcast", what, whole.count, whole, whole, stream, root=root)
+        at = whole.pointer
+        return self._operation("broadcast", what, (whole,), whole.count, at, at, stream, root=root)
 
     def barrier(self, stream: Any) -> Checked:
         """Return a barrier."""
-        return self._operation("barrier", self._what("barrier"), 0, None, None, stream)
+        return self._operation("barrier", self._what("barrier"), (), 0, 0, 0, stream)
 
     def pair(self, kind: str, buf: Any, peer: int, stream: Any) -> Checked:
         """Return a send or a receive."""
         what = self._what(kind)
         peer = self._rank(what, "peer", peer)
         whole = self._view(what, "buf", buf, writable=kind == "recv")
-        send, recv = (whole, None) if kind == "send" else (None, whole)
-        return self._operation(kind, what, whole.count, send, recv, stream, peer=peer)
+        source, target = (whole.pointer, 0) if kind == "send" else (0, whole.pointer)
+        return self._operation(kind, what, (whole,), whole.count, source, target, stream, peer=peer)
 
     def sendrecv(self, sendbuf: Any, dest: int, recvbuf: Any, src: int, stream: Any) -> Checked:
         """Return a send and a receive that go together; each may have its own type and count."""
@@ -238,7 +251,10 @@ class Arguments:
 
     def memory(self, what: str, array: Any) -> ArrayView:
         """Return the memory that an array has, for what is no operation."""
-        return self._view(_What(self._plane, what, numbered=False), "array", array, writable=False)
+        self._plane.check_open(what)
+        seen = self._view(_What(self._plane, what, numbered=False), "array", array, writable=False)
+        self._plane.check_pointer(seen.pointer, seen.name)
+        return seen
 
     # -- making ------------------------------------------------------------------------------------------------------
 
@@ -246,29 +262,23 @@ class Arguments:
         self,
         kind: str,
         what: _What,
+        buffers: Sequence[ArrayView],
         count: int,
-        send: ArrayView | None,
-        recv: ArrayView | None,
+        source: int,
+        target: int,
         stream: Any,
         *,
         op: ReduceOp | PreMulSum | None = None,
         root: int | None = None,
         peer: int | None = None,
     ) -> Checked:
-        one = recv if send is None else send
-        buffers: tuple[ArrayView, ...] = ()
-        owners: Owners = ()
-        if one is not None:
-            buffers, owners = (one,), (one.owner,)
-            if recv is not None and recv is not one:
-                buffers, owners = (one, recv), (one.owner, recv.owner)
-        dtype = DType.UINT8 if one is None else one.dtype
-        if op is not None and not (dtype.native and isinstance(op, ReduceOp)):
+        dtype = buffers[0].dtype if buffers else DType.UINT8
+        if op is not None and not (dtype.native and op.__class__ is ReduceOp):
             self._check_op(what, op, dtype)
         ordered, named = self._ordered(kind, what, stream, buffers)
-        source, target = 0 if send is None else send.pointer, 0 if recv is None else recv.pointer
         site = call_site(_CALLER)
         facts = kind, count, dtype, source, target, op, root, peer, site, ordered, False, False, False, named
+        owners = (buffers[0].owner,) if len(buffers) == 1 else tuple([buffer.owner for buffer in buffers])
         return (self._plane.operation(facts),), owners
 
     def _uneven(
@@ -304,20 +314,84 @@ class Arguments:
     def _ordered(
         self, kind: str, what: _What, stream: Any, buffers: Sequence[ArrayView]
     ) -> tuple[int, tuple[int, ...]]:
-        """Return the streams, as ``_streams`` does, once the ordered one follows what arrays have under way."""
-        ordered, named = self._streams(kind, what, stream, buffers)
+        """Return the ordered stream, once it follows what arrays have under way, and the other ones that arrays name.
+
+        It is the one given, else the current one of the library that the first array is of. Memory and streams are the
+        last that is checked, as the driver is asked for them.
+        """
+        device = self._device
+        if device is None or (stream is None and not buffers):
+            return self._only(what, stream), ()
+        if stream is None:
+            stream = self._current(what, buffers)
+        ordered: int = stream if stream.__class__ is int else self._handle(what, stream)
+        if not device.takes(ordered, buffers):
+            self._check(ordered, buffers)
+        for buffer in buffers:
+            if (buffer.stream is not None and buffer.stream != ordered) or buffer.follow is not None:
+                return ordered, self._beside(kind, ordered, buffers)
+        return ordered, ()
+
+    def _only(self, what: _What, stream: Any) -> int:
+        """Return the plane's own stream, which is the only one of host memory."""
+        if stream is not None:
+            raise ValueError(f"{what}: the {self._plane.NAME} plane has no streams; stream must be None")
+        return self._plane.stream
+
+    def _current(self, what: _What, buffers: Sequence[ArrayView]) -> int:
+        """Return the current stream of the first array's library; each array names that of its own one."""
+        for buffer in buffers:
+            buffer.stream = current_stream(buffer)
+        if buffers[0].stream is None:
+            source = type(buffers[0].owner).__module__
+            raise ValueError(
+                f"{what}: stream must be given (a handle, or a stream of CuPy, PyTorch or cuda.core): "
+                f"{source} does not tell which one is current"
+            )
+        return buffers[0].stream
+
+    def _handle(self, what: _What, stream: Any) -> int:
+        try:
+            return stream_handle(stream)
+        except TypeError as error:
+            raise TypeError(f"{what}: {error}") from None
+
+    def _check(self, stream: int, buffers: Sequence[ArrayView]) -> None:
+        """Raise what is wrong with a stream, or with memory, if anything is: it may only be met for the first time."""
+        for buffer in buffers:
+            self._plane.check_pointer(buffer.pointer, buffer.name)
+        self._plane.check_handle(stream)
+
+    def _beside(self, kind: str, ordered: int, buffers: Sequence[ArrayView]) -> tuple[int, ...]:
+        """Return the other streams that arrays name, checked as the ordered one is, and let that follow their work."""
+        named: tuple[int, ...] = ()
+        for buffer in buffers:
+            stream = buffer.stream
+            if stream is None or stream in named or same_stream(stream, ordered):
+                continue
+            named += (stream,)
+            if self._device is None or not self._device.takes(stream):
+                self._check_named(kind, stream)
         for buffer in buffers:
             if buffer.follow is not None:
-                buffer.follow(ordered)
-        return ordered, named
+                # What its library puts on a stream that is captured, no later question takes back.
+                buffer.follow(self._plane.check_stream(ordered))
+        return named
+
+    def _check_named(self, kind: str, stream: int) -> None:
+        try:
+            self._plane.check_handle(stream)
+        except ValueError as error:
+            raise ValueError(f"{error}. {NAMED.format(kind)}") from None
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _what(self, kind: str) -> _What:
-        found = self._whats.get(kind)
-        if found is None:
-            found = self._whats[kind] = _What(self._plane, kind)
-        return found
+        """Return who does what; a communicator that takes no operation asks the driver nothing."""
+        health = self._plane.health
+        if health.cause is not None or health.closed or LANE.forked:
+            self._plane.check_open(kind)
+        return self._whats.get(kind) or self._whats.setdefault(kind, _What(self._plane, kind))
 
     def _op(self, what: _What, op: ReduceOp | PreMulSum | str) -> ReduceOp | PreMulSum:
         try:
@@ -332,52 +406,12 @@ class Arguments:
             raise ValueError(f"{what}: {error}") from None
 
     def _view(self, what: _What, argument: str, array: Any, *, writable: bool) -> ArrayView:
-        name, plane = what.of(argument), self._plane
-        if not plane.on_device:
+        name = what.arguments.get(argument) or what.of(argument)
+        if self._device is None:
             return view(array, name, writable=writable)
-        seen = device_view(array, name, writable=writable)
-        plane.check_pointer(seen.pointer, name)
+        seen = (READERS.get(array.__class__) or reader_of(array))(array, name, writable)
+        seen.name = name
         return seen
-
-    def _streams(
-        self, kind: str, what: _What, stream: Any, buffers: Sequence[ArrayView]
-    ) -> tuple[int, tuple[int, ...]]:
-        """Return the ordered stream, and the other ones that arrays name.
-
-        It is the one given, else the current one of the library that the first array is of.
-        """
-        if not self._plane.on_device:
-            if stream is not None:
-                raise ValueError(f"{what}: the {self._plane.NAME} plane has no streams; stream must be None")
-            return self._plane.stream, ()
-        known: Sequence[int | None]
-        if stream is None and buffers:
-            known = [current_stream(buffer) for buffer in buffers]
-            stream = known[0]
-            if stream is None:
-                source = type(buffers[0].owner).__module__
-                raise ValueError(
-                    f"{what}: stream must be given (a handle, or a stream of CuPy, PyTorch or cuda.core): "
-                    f"{source} does not tell which one is current"
-                )
-        else:
-            known = (buffers[0].stream,) if len(buffers) == 1 else [buffer.stream for buffer in buffers]
-        try:
-            ordered = self._plane.stream if stream is None else self._plane.check_stream(stream_handle(stream))
-        except TypeError as error:
-            raise TypeError(f"{what}: {error}") from None
-        for one in known:
-            if one is not None and one != ordered and not same_stream(one, ordered):
-                return ordered, self._others(kind, ordered, known)
-        return ordered, ()
-
-    def _others(self, kind: str, ordered: int, known: Sequence[int | None]) -> tuple[int, ...]:
-        """Return the streams that are not the ordered one, checked as that one is."""
-        others = {stream for stream in known if stream is not None and not same_stream(stream, ordered)}
-        try:
-            return tuple(self._plane.check_stream(stream) for stream in others)
-        except ValueError as error:
-            raise ValueError(f"{error}. A buffer names this one, and {kind} is ordered with it too") from None
 
     def _rank(self, what: _What, name: str, value: int) -> int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):

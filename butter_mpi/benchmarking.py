@@ -7,14 +7,14 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from butter_mpi import bootstrap
 from butter_mpi.communicator import Communicator
 from butter_mpi.device import Device
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import ButterError
-from butter_mpi.findings import by_value, ranks_text
+from butter_mpi.findings import by_value, grouped, ranks_text
 from butter_mpi.launch import read_launch
 from butter_mpi.policy import set_unset_policy
 from butter_mpi.selftest.console import Parser, UsageError, ask_for
@@ -24,6 +24,8 @@ from butter_mpi.selftest.start import Refused, Together, load_mpi
 __all__ = ["Array", "command_line", "parsed", "run", "wait"]
 
 _HELP = "--help was asked for"
+# Where only rank 0 looks.
+_OF_RANK_0 = ("json",)
 
 _SECONDS = 60.0
 _OTHER_PLANE = re.compile(r',? or (run without a GPU: |take )plane="host"[^;\n]*')
@@ -125,33 +127,55 @@ def parsed(
     argparse.Namespace or int
         One of them; a status where one rank has wrong arguments, on every rank.
     """
-    info, usage = read_launch(c_environment()), ""
+    info, usage, given = read_launch(c_environment()), "", {}
     try:
         options = parser.parse_args(arguments)
+        given = {name: str(value) for name, value in vars(options).items() if name not in _OF_RANK_0}
         if options.help:
             usage = _HELP
         else:
             check(options)
     except UsageError as error:
         usage = str(error)
-    every, rank = [usage], info.claimed_rank or 0
+    every: list[tuple[str, Mapping[str, str]]] = [(usage, given)]
+    rank = info.claimed_rank or 0
     if (info.claimed_size or 1) > 1:
         with contextlib.suppress(Refused):
-            every, rank = _exchanged(usage, rank)
-    if set(every) == {_HELP}:
+            every, rank = _exchanged(usage, given, rank)
+    said = [text for text, _ in every]
+    if set(said) == {_HELP}:
         return 0 if rank else ask_for(parser.format_help(), f"butter_mpi.{name}", 1)
-    wrong = [(number, text) for number, text in enumerate(every) if text]
-    if not wrong:
+    text = _by_rank(said) or _differing(parser, [facts for _, facts in every])
+    if not text:
         return options
     if rank == 0:
-        by_rank = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_value(wrong).items())
-        text = usage if set(every) == {usage} else by_rank
         sys.stderr.write(f"butter_mpi.{name}: {text} (--help lists the options)\n")
     return USAGE
 
 
-def _exchanged(usage: str, claimed_rank: int) -> tuple[list[str], int]:
-    """Return what is wrong with each rank's arguments, and this rank's number.
+def _by_rank(said: Sequence[str]) -> str:
+    """Return what is wrong with the arguments of some ranks; without the ranks, where it is so with all."""
+    wrong = by_value((number, text) for number, text in enumerate(said) if text)
+    if len(wrong) == 1 and all(said):
+        return said[0]
+    return "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in wrong.items())
+
+
+def _differing(parser: Parser, every: Sequence[Mapping[str, str]]) -> str:
+    """Return which options are not the same on every rank: ranks would make different calls."""
+    names = {action.dest: action.option_strings[-1] for action in parser._actions}
+    parts = [
+        f"{names[dest]} is {grouped([(rank, facts[dest]) for rank, facts in enumerate(every)])}"
+        for dest in every[0]
+        if len({facts[dest] for facts in every}) > 1
+    ]
+    return f"every rank must have the same arguments: {'; '.join(parts)}" if parts else ""
+
+
+def _exchanged(
+    usage: str, given: Mapping[str, str], claimed_rank: int
+) -> tuple[list[tuple[str, Mapping[str, str]]], int]:
+    """Return what is wrong with each rank's arguments, and which they are; and this rank's number.
 
     Raises
     ------
@@ -162,7 +186,7 @@ def _exchanged(usage: str, claimed_rank: int) -> tuple[list[str], int]:
     set_unset_policy()
     seconds = bootstrap.start_deadline()
     together = Together(load_mpi(seconds), seconds)
-    every = together.gather(usage, "comparing arguments")
+    every = [(text, facts) for text, facts in together.gather((usage, given), "comparing arguments")]
     together.close()
     # Where MPI made N worlds of one rank out of a job of N, the launcher knows better who is rank 0.
     return every, claimed_rank if together.size == 1 else together.rank

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from butter_mpi import cuda, preflight
+from butter_mpi.arrivals import ARRIVAL, duplicate_once_all_came
 from butter_mpi.buffers import stream_handle
 from butter_mpi.collectives import check_plan
 from butter_mpi.communicator import Communicator
@@ -308,7 +309,7 @@ class _Start(Survivors):
             ) from None
         except StartError as error:
             # A rank is lost, and MPI_Finalize would wait for it.
-            self._lonely = error.phase == WATCHED
+            self._lonely = error.phase in (WATCHED, ARRIVAL)
             raise
         except self._mpi.Exception as error:
             self._lonely = True
@@ -326,7 +327,8 @@ class _Start(Survivors):
             # All ranks may be in the same step, and none of them missing.
             look = "Look at NCCL's log there (NCCL_DEBUG=INFO)"
             return f"'{error.phase}' has not come to its end {bound}{error.where}. {look}, {longer}"
-        return f"not every rank came to '{error.phase}' {bound}. Look at the ranks that are missing here, {longer}"
+        who = f": {error.missing}. Look there" if error.missing else ". Look at the ranks that are missing here"
+        return f"not every rank came to '{error.phase}' {bound}{who}, {longer}"
 
     def _collect(self) -> dict[str, Any]:
         world = self._mpi.COMM_WORLD
@@ -371,7 +373,8 @@ class _Start(Survivors):
     def _connect(self, record: dict[str, Any]) -> Communicator:
         if self._gather is not None:
             return self._connect_relayed(record, self._gather)
-        control = Control(duplicate(self._comm, self._mpi, self._watch, self._look), self._mpi)
+        twin = duplicate_once_all_came(self._comm, self._mpi, self._watch, self._look, who=self._who)
+        control = Control(twin, self._mpi)
 
         def gather(payload: bytes, phase: str) -> list[bytes]:
             return control.all_gather_any(payload, self._watch, phase, self._look)

@@ -14,13 +14,16 @@ from butter_mpi import dlpack
 from butter_mpi.enums import DType
 
 __all__ = [
+    "READERS",
     "ArrayView",
     "Holder",
+    "Reader",
     "check_apart",
     "check_counts",
     "check_pair",
     "current_stream",
     "device_view",
+    "reader_of",
     "starts",
     "stream_handle",
     "view",
@@ -29,9 +32,11 @@ __all__ = [
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
 _JAX = ("jax", "jaxlib")
 _FOREIGN_ENDIAN = ">" if sys.byteorder == "little" else "<"
-# By class, and by what a library calls an element type: what was found out of arrays before.
+# By class, and by a library's own object for an element type: what was found out of arrays before.
 _LIBRARIES: dict[type, str] = {}
 _DTYPES: dict[Any, DType] = {}
+# By what an array says of its elements, shape and strides: their number and type, where it is contiguous.
+_LAYOUTS: dict[Any, tuple[int, DType]] = {}
 _MOST_KNOWN = 256
 _MOST_BYTES = 2**63 - 1
 
@@ -42,7 +47,7 @@ class Holder:
 
 @dataclass(slots=True)
 class ArrayView:
-    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive. Nobody changes one.
+    """A contiguous array as an operation sees it; ``owner`` keeps its memory alive, and ``name`` is the argument's.
 
     ``stream`` is what the array names in ``__cuda_array_interface__``: work on it may be under way there. ``follow``
     lets a stream come after what the array's library has under way; it is there where only the library knows.
@@ -51,15 +56,20 @@ class ArrayView:
     pointer: int
     count: int
     dtype: DType
-    readonly: bool
     owner: Any
     stream: int | None = None
     follow: Callable[[int], None] | None = None
+    name: object = ""
 
     @property
     def nbytes(self) -> int:
         """Bytes in all."""
         return self.count * self.dtype.itemsize
+
+
+Reader = Callable[[Any, object, bool], ArrayView]
+READERS: dict[type, Reader] = {}
+"""By class: what reads an array in device memory, of those classes that were met; see :func:`reader_of`."""
 
 
 def view(array: Any, name: object, *, writable: bool) -> ArrayView:
@@ -91,7 +101,7 @@ def view(array: Any, name: object, *, writable: bool) -> ArrayView:
             f"{name} is device memory ({_typename(array)}); this plane works on host memory: pass NumPy arrays"
         )
     if _library_of(array) == "torch":
-        return _tensor_view(array, name, on_device=False)
+        return _tensor_view(array, name, writable, on_device=False)
     if not hasattr(array, "__array_interface__") and hasattr(array, "__dlpack__"):
         return _dlpack_view(array, name, writable=writable, on_device=False)
     interface = getattr(array, "__array_interface__", {})
@@ -106,21 +116,37 @@ def view(array: Any, name: object, *, writable: bool) -> ArrayView:
 
 def _interface_view(array: Any, interface: Mapping[str, Any], name: object, *, writable: bool) -> ArrayView:
     """Return what the array protocol says of host or device memory."""
-    dtype = _dtype(array, interface["typestr"], name)
-    shape, strides, stream = interface["shape"], interface.get("strides"), interface.get("stream")
-    count = _count(shape, dtype, name)
-    if strides is not None and not _contiguous(shape, strides, dtype.itemsize):
-        raise ValueError(
-            f"{name} is not C-contiguous (shape {shape}, strides {strides} bytes); ascontiguousarray makes a copy"
-        )
+    shape = interface["shape"]
+    said = interface["typestr"], getattr(array, "dtype", None), shape, interface.get("strides")
+    try:
+        count, dtype = _LAYOUTS[said]
+    except (KeyError, TypeError):
+        # Not met before; or what is shown as a type can be no key.
+        count, dtype = _layout(said, name)
     pointer, readonly = interface["data"]
+    stream = interface.get("stream")
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {shape}, {dtype.label})")
     if stream is not None and stream.__class__ is not int:
         stream = _named_stream(stream, name)
     if not count or not pointer or pointer.__class__ is not int:
         pointer = _memory(pointer, count, name)
-    return ArrayView(pointer, count, dtype, readonly, array, stream)
+    return ArrayView(pointer, count, dtype, array, stream)
+
+
+def _layout(said: tuple[Any, ...], name: object) -> tuple[int, DType]:
+    """Return the number of elements and their type, by what an array says of them: the same for the same words."""
+    typestr, shown, shape, strides = said
+    dtype = _dtype(shown, typestr, name)
+    count = _count(shape, dtype, name)
+    if strides is not None and not _contiguous(shape, strides, dtype.itemsize):
+        raise ValueError(
+            f"{name} is not C-contiguous (shape {shape}, strides {strides} bytes); ascontiguousarray makes a copy"
+        )
+    _make_room(_LAYOUTS)
+    with contextlib.suppress(TypeError):
+        _LAYOUTS[said] = count, dtype
+    return count, dtype
 
 
 def _count(shape: tuple[int, ...], dtype: DType, name: object) -> int:
@@ -172,17 +198,85 @@ def device_view(array: Any, name: object, *, writable: bool) -> ArrayView:
     ValueError
         Strided, read-only while it is to be written, or an element type that no operation has.
     """
-    library = _library_of(array)
+    return (READERS.get(array.__class__) or reader_of(array))(array, name, writable)
+
+
+def reader_of(array: Any) -> Reader:
+    """Return what reads arrays of this class, and keep it in :data:`READERS`: how a class is read does not change.
+
+    Parameters
+    ----------
+    array : object
+        The first of its class.
+
+    Returns
+    -------
+    callable
+        Returns the view of an array, by a name and whether it is written; see :func:`device_view`.
+    """
+    _make_room(READERS)
+    reader = READERS[array.__class__] = _find_reader(array)
+    return reader
+
+
+def _find_reader(array: Any) -> Reader:
+    library, kind = _library_of(array), array.__class__
     if library == "torch":
-        return _tensor_view(array, name, on_device=True)
+        return _tensor_view
     # JAX's array interface knows neither streams nor bfloat16.
     if library in _JAX and hasattr(array, "__dlpack__"):
-        return _dlpack_view(array, name, writable=writable, on_device=True)
+        return _read_dlpack
+    if library == "cupy" and kind is getattr(sys.modules.get("cupy"), "ndarray", None):
+        return _cupy_reader(array, sys.modules["cupy"])
+    if kind is getattr(sys.modules.get("cuda.core"), "Buffer", None) and hasattr(kind, "is_closed"):
+        return _read_buffer
+    return _read_shown
+
+
+def _read_dlpack(array: Any, name: object, writable: bool) -> ArrayView:
+    return _dlpack_view(array, name, writable=writable, on_device=True)
+
+
+def _cupy_reader(first: Any, module: Any) -> Reader:
+    """Return what reads CuPy's arrays by their attributes: their interface costs several times as much to make.
+
+    It names the current stream, unless CuPy was told not to name any, which does not change once it is imported.
+    """
+    # Where there is no CUDA below, CuPy has none.
+    if (getattr(first, "__cuda_array_interface__", None) or {}).get("stream") is None:
+        return _read_shown
+    current = module.cuda.get_current_stream
+
+    def read(array: Any, name: object, writable: bool) -> ArrayView:
+        if not array.flags.c_contiguous:
+            return _read_shown(array, name, writable)
+        shown = array.dtype
+        dtype = _DTYPES.get(shown) or _kept(shown, _dtype(shown, shown.str, name))
+        pointer, count = array.data.ptr, array.size
+        if not count or not pointer:
+            pointer = _memory(pointer, count, name)
+        return ArrayView(pointer, count, dtype, array, current().ptr)
+
+    return read
+
+
+def _read_buffer(buffer: Any, name: object, writable: bool) -> ArrayView:
+    """Return what a buffer of cuda.core says of itself, which is what it says by DLPack: bytes, and no stream."""
+    if buffer.is_closed or buffer.is_host_accessible or not buffer.is_device_accessible:
+        return _read_dlpack(buffer, name, writable)
+    pointer, count = buffer.handle, buffer.size
+    if not count or not pointer:
+        pointer = _memory(pointer, count, name)
+    return ArrayView(pointer, count, DType.INT8, buffer)
+
+
+def _read_shown(array: Any, name: object, writable: bool) -> ArrayView:
+    """Return what an array says by whichever protocol it has."""
     # Some make it anew each time that they are asked.
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         if hasattr(array, "__dlpack__") and not _shows(array):
-            return _dlpack_view(array, name, writable=writable, on_device=True)
+            return _read_dlpack(array, name, writable)
         remedy = _inside(array)
         raise TypeError(
             f"{name} must be an array in device memory (CuPy, PyTorch, JAX, Numba), which this plane works on; got "
@@ -202,7 +296,7 @@ def _shows(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__") or hasattr(array, "__array_interface__")
 
 
-def _tensor_view(tensor: Any, name: object, *, on_device: bool) -> ArrayView:
+def _tensor_view(tensor: Any, name: object, _writable: bool, *, on_device: bool = True) -> ArrayView:
     """PyTorch's array interface refuses bfloat16 and what needs gradients, so a tensor is asked itself.
 
     It names no stream there: streams other than the current one are the user's to order, by PyTorch's rules.
@@ -210,11 +304,9 @@ def _tensor_view(tensor: Any, name: object, *, on_device: bool) -> ArrayView:
     if tensor.is_cuda is not on_device:
         wanted, how = ("device", ".cuda()") if on_device else ("host", ".cpu()")
         raise TypeError(f"{name} is a PyTorch tensor on {tensor.device}; this plane works on {wanted} memory: {how}")
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        _make_room(_DTYPES)
-        dtype = _DTYPES[tensor.dtype] = _parsed(str(tensor.dtype).removeprefix("torch."), name)
-    count = int(tensor.numel())
+    shown = tensor.dtype
+    dtype = _DTYPES.get(shown) or _kept(shown, _parsed(str(shown).removeprefix("torch."), name))
+    count = tensor.numel()
     if not tensor.is_contiguous():
         raise ValueError(
             f"{name} is not contiguous (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} elements); "
@@ -225,7 +317,10 @@ def _tensor_view(tensor: Any, name: object, *, on_device: bool) -> ArrayView:
             f"{name} is a conjugate, or a part of one, that PyTorch has not computed yet; "
             "resolve_conj().resolve_neg() makes a copy"
         )
-    return ArrayView(_memory(tensor.data_ptr(), count, name), count, dtype, False, tensor)
+    pointer = tensor.data_ptr()
+    if not count or not pointer:
+        pointer = _memory(pointer, count, name)
+    return ArrayView(pointer, count, dtype, tensor)
 
 
 def _dlpack_view(array: Any, name: object, *, writable: bool, on_device: bool) -> ArrayView:
@@ -250,7 +345,7 @@ def _dlpack_view(array: Any, name: object, *, writable: bool, on_device: bool) -
     if writable and readonly:
         raise ValueError(f"{name} is read-only and would be written to (shape {seen.shape}, {dtype.label})")
     follow = (lambda stream: dlpack.follow(array, stream)) if on_device else None
-    return ArrayView(_memory(seen.pointer, count, name), count, dtype, readonly, array, follow=follow)
+    return ArrayView(_memory(seen.pointer, count, name), count, dtype, array, follow=follow)
 
 
 def _library_of(array: Any) -> str:
@@ -312,13 +407,15 @@ def current_stream(seen: ArrayView) -> int | None:
     int or None
         The handle.
     """
+    if seen.stream is not None:
+        return seen.stream
     library = _library_of(seen.owner)
     module = sys.modules.get(library)
     if library == "cupy" and module is not None:
         return int(module.cuda.get_current_stream().ptr)
     if library == "torch" and module is not None:
         return int(module.cuda.current_stream(seen.owner.device).cuda_stream)
-    return seen.stream
+    return None
 
 
 def check_pair(
@@ -351,23 +448,25 @@ def check_pair(
     """
     send_blocks, recv_blocks = blocks
     _check_types(send, recv, what)
-    if send.count * recv_blocks != recv.count * send_blocks:
-        times = recv_blocks // send_blocks
-        side, have, need, other = (
-            ("recvbuf", recv.count, send.count * times, f"sendbuf {send.count} x {times}")
-            if times
-            else ("sendbuf", send.count, recv.count * send_blocks, f"recvbuf {recv.count} x {send_blocks}")
-        )
-        raise ValueError(f"{what}: {side} has {have} elements, needs {need} ({other})")
-    one = send.count // send_blocks
-    if one * send_blocks != send.count:
-        raise ValueError(f"{what}: sendbuf has {send.count} elements, which are no {send_blocks} equal blocks")
+    sends, receives = send.count, recv.count
+    if sends * recv_blocks != receives * send_blocks:
+        raise ValueError(f"{what}: {_wrong_count(sends, receives, blocks)}")
+    one = sends // send_blocks
+    if one * send_blocks != sends:
+        raise ValueError(f"{what}: sendbuf has {sends} elements, which are no {send_blocks} equal blocks")
     own = rank * one
     if in_place:
         _check_overlap(send, recv, (own if send_blocks > 1 else 0, own if recv_blocks > 1 else 0), what)
     else:
         check_apart(send, recv, what)
     return one
+
+
+def _wrong_count(sends: int, receives: int, blocks: tuple[int, int]) -> str:
+    send_blocks, recv_blocks = blocks
+    if times := recv_blocks // send_blocks:
+        return f"recvbuf has {receives} elements, needs {sends * times} (sendbuf {sends} x {times})"
+    return f"sendbuf has {sends} elements, needs {receives * send_blocks} (recvbuf {receives} x {send_blocks})"
 
 
 def _check_types(send: ArrayView, recv: ArrayView, what: object) -> None:
@@ -390,8 +489,10 @@ def check_apart(send: ArrayView, recv: ArrayView, what: object, remedy: str = ""
     ValueError
         They do.
     """
-    apart = send.pointer + send.nbytes <= recv.pointer or recv.pointer + recv.nbytes <= send.pointer
-    if send.count and recv.count and not apart:
+    source, target = send.pointer, recv.pointer
+    if source + send.count * send.dtype.itemsize <= target or target + recv.count * recv.dtype.itemsize <= source:
+        return
+    if send.count and recv.count:
         raise ValueError(f"{what}: sendbuf and recvbuf overlap; pass buffers that do not{remedy}")
 
 
@@ -433,21 +534,19 @@ def _typename(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
-def _dtype(array: Any, typestr: str, name: object) -> DType:
-    shown = getattr(array, "dtype", None)
-    try:
-        return _DTYPES[typestr, shown]
-    except (KeyError, TypeError):
-        # Not met before; or what is shown as a type can be no key.
-        pass
+def _dtype(shown: Any, typestr: str, name: object) -> DType:
+    """Return an element type by what an array shows as its type, and by the code that the protocol has for it."""
     label = getattr(shown, "name", None) or _label(typestr)
     if typestr.startswith(_FOREIGN_ENDIAN):
         raise ValueError(f"{name} is {label} in foreign byte order ({typestr}); astype to the native one first")
-    found = _parsed(label, name)
+    return _parsed(label, name)
+
+
+def _kept(shown: Any, dtype: DType) -> DType:
+    """Keep what a library's own object for an element type means."""
     _make_room(_DTYPES)
-    with contextlib.suppress(TypeError):
-        _DTYPES[typestr, shown] = found
-    return found
+    _DTYPES[shown] = dtype
+    return dtype
 
 
 def _parsed(label: str, name: object) -> DType:

@@ -53,6 +53,8 @@ class Overdue(Exception):
         self.phase, self.elapsed = phase, elapsed
         self.where = ""
         """Where the other ranks are, where they could be asked."""
+        self.missing = ""
+        """Which ranks have not come at all, where that is known."""
 
 
 class Ticket:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from butter_mpi.cuda import call, check, load_driver, prepared, typed
@@ -34,11 +34,11 @@ _CAPTURED_EVENT = 907
 _INVALID_VALUE = 1
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 # The driver says 0 of memory that it does not know.
-_NOT_ON_DEVICE = (0, 1)
+_NOT_ON_DEVICE, _DEVICE_MEMORY = (0, 1), 2
 _DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
 _IMPLICITLY_CAPTURED, _NOT_CAPTURED = 906, 0
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_MOST_STREAMS = 256
+_MOST_PREPARED = 4096
 
 
 def same_stream(one: int, other: int) -> bool:
@@ -46,39 +46,48 @@ def same_stream(one: int, other: int) -> bool:
     return one == other or (one in LEGACY_STREAMS and other in LEGACY_STREAMS)
 
 
+_handle, _address, _number = ctypes.c_void_p.from_param, ctypes.c_uint64.from_param, ctypes.c_uint.from_param
+_INT = ctypes.sizeof(ctypes.c_int)
+
+
+class _Prepared(dict[Any, Callable[[], int]]):
+    """Calls of one driver function by what they are about, each made when it is first asked for.
+
+    What is kept is how to ask, and never what was answered. They take nothing, and return the driver's status.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, subject: Any) -> Callable[[], int]:
+        if len(self) >= _MOST_PREPARED:
+            self.clear()
+        made: Callable[[], int] = self._make(subject)
+        self[subject] = made
+        return made
+
+
 class _Questions:
-    """What every operation asks the driver, prepared: called without arguments; and where the answers are written."""
+    """What every operation asks the driver, prepared; and where the answers are written."""
 
     def __init__(self) -> None:
-        self.context, self.capture = ctypes.c_void_p(), ctypes.c_int()
-        self.get_current = prepared("cuCtxGetCurrent", ctypes.byref(self.context))
-        self.captures: dict[int, Callable[[], int]] = {}
-        self.memory_type, self.ordinal = ctypes.c_int(), ctypes.c_int()
-        self._attributes = (ctypes.c_int * 2)(_MEMORY_TYPE, _DEVICE_ORDINAL)
-        self._answers = (ctypes.c_void_p * 2)(*map(ctypes.addressof, (self.memory_type, self.ordinal)))
-        arguments = ctypes.c_uint(2), ctypes.byref(self._attributes), ctypes.byref(self._answers)
-        self._get_attributes = prepared("cuPointerGetAttributes", *arguments)
-        self.contexts: dict[int, Callable[[], int]] = {}
-
-    def capturing(self, stream: int) -> Callable[[], int]:
-        """Return what asks whether a stream is in capture, and gives the driver's status; it is kept for later."""
-        return self._prepare(self.captures, "cuStreamIsCapturing", stream, self.capture)
-
-    def context_of(self, stream: int) -> Callable[[], int]:
-        """Return what asks of which context a stream is, as :meth:`capturing` does."""
-        return self._prepare(self.contexts, "cuStreamGetCtx", stream, self.context)
-
-    def _prepare(self, known: dict[int, Callable[[], int]], name: str, stream: int, answer: Any) -> Callable[[], int]:
-        if len(known) >= _MOST_STREAMS:
-            known.clear()
-        question: Callable[[], int] = prepared(name, ctypes.c_void_p.from_param(stream), ctypes.byref(answer))
-        known[stream] = question
-        return question
-
-    def get_memory(self, pointer: int) -> int:
-        """Ask of which type memory is, and of which device; returns the driver's status."""
-        status: int = self._get_attributes(ctypes.c_uint64(pointer))
-        return status
+        context, capture, memory = ctypes.c_uint64(), ctypes.c_int(), (ctypes.c_int * 2)()
+        self.context, self.capture = memoryview(context).cast("B").cast("Q"), memoryview(capture).cast("B").cast("i")
+        self.memory = memoryview(memory).cast("B").cast("i")
+        """Of which type memory is, and of which device."""
+        self.whose = memoryview(memory).cast("B").cast("Q")
+        """The same two as one number."""
+        to_context, to_capture = ctypes.byref(context), ctypes.byref(capture)
+        self.get_current = prepared("cuCtxGetCurrent", to_context)
+        self.captures = _Prepared(lambda stream: prepared("cuStreamIsCapturing", _handle(stream), to_capture))
+        """By stream, as are :attr:`contexts`."""
+        self.contexts = _Prepared(lambda stream: prepared("cuStreamGetCtx", _handle(stream), to_context))
+        wanted = (ctypes.c_int * 2)(_MEMORY_TYPE, _DEVICE_ORDINAL)
+        answers = (ctypes.c_void_p * 2)(ctypes.addressof(memory), ctypes.addressof(memory) + _INT)
+        both = _number(2), ctypes.byref(wanted), ctypes.byref(answers)
+        self.memories = _Prepared(lambda pointer: prepared("cuPointerGetAttributes", *both, _address(pointer)))
+        """By pointer."""
 
 
 class _Asked(threading.local):
@@ -86,6 +95,22 @@ class _Asked(threading.local):
 
     def __init__(self) -> None:
         self.questions = _Questions()
+
+
+class _Relaxed:
+    """Forbids this thread nothing while other streams are captured, and afterwards what was forbidden before."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._mode = ctypes.c_int(_RELAXED)
+        self._at = ctypes.addressof(self._mode)
+
+    def __enter__(self) -> None:
+        self._device.exchange_mode(self._at)
+
+    def __exit__(self, *_: object) -> None:
+        # The call before has left there what was so before.
+        self._device.exchange_mode(self._at)
 
 
 class Device:
@@ -137,11 +162,14 @@ class Device:
             call(self._driver, "cuDevicePrimaryCtxRelease", self._device)
             raise CUDAError(_OTHER_CONTEXT.format(ordinal), call="cuCtxGetCurrent", code=0)
         self._own_context = int(self._context)
+        own = memoryview((ctypes.c_int * 2)(_DEVICE_MEMORY, ordinal)).cast("B")
+        self._own_memory = own.cast("Q")[0]
         self._asked, self._asked_on_lane = _Asked(), _Questions()
         pointer = ctypes.c_void_p
-        self._record_event = typed("cuEventRecord", pointer, pointer)
-        self._wait_event = typed("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        self._query_stream, self._query_event = typed("cuStreamQuery", pointer), typed("cuEventQuery", pointer)
+        self._records = _Prepared(lambda both: prepared("cuEventRecord", *map(_handle, both)))
+        self._waits = _Prepared(lambda both: prepared("cuStreamWaitEvent", *map(_handle, both), _number(0)))
+        self._query_stream = typed("cuStreamQuery", pointer)
+        self._queries = _Prepared(lambda event: prepared("cuEventQuery", _handle(event)))
         self._exchange_mode = typed("cuThreadExchangeStreamCaptureMode", pointer)
         self.make_current()
 
@@ -169,9 +197,9 @@ class Device:
         """
         asked = self._asked.questions
         self._check("cuCtxGetCurrent", asked.get_current())
-        if not asked.context.value:
+        if not asked.context[0]:
             self.make_current()
-        elif asked.context.value != self._own_context:
+        elif asked.context[0] != self._own_context:
             raise ValueError(_OTHER_CONTEXT.format(self.ordinal))
 
     @functools.cached_property
@@ -205,13 +233,32 @@ class Device:
 
     def record(self, event: int, stream: int) -> None:
         """Let `event` stand for what `stream` holds now (``cuEventRecord``)."""
-        status = self._record_event(event, stream)
+        status = self._records[event, stream]()
         if status:
-            self._check("cuEventRecord", status)
+            self.check_recorded(status)
+
+    def recorder(self, event: int, stream: int) -> Callable[[], int]:
+        """Return what does :meth:`record` again and again, and gives the driver's status."""
+        return self._records[event, stream]
+
+    def check_recorded(self, status: int) -> None:
+        """Raise ``CUDAError`` unless what :meth:`recorder` gave is success."""
+        self._check("cuEventRecord", status)
 
     def wait(self, stream: int, event: int) -> None:
         """Let later work on `stream` wait for `event` (``cuStreamWaitEvent``)."""
-        self._check("cuStreamWaitEvent", self._wait_event(stream, event, 0))
+        status = self._waits[stream, event]()
+        if status:
+            self._check("cuStreamWaitEvent", status)
+
+    def order(self, earlier: int, later: int, event: int) -> None:
+        """Let what comes later on one stream wait for what another one holds now; `event` can be used again."""
+        status = self._records[event, earlier]()
+        if status:
+            self.check_recorded(status)
+        status = self._waits[later, event]()
+        if status:
+            self._check("cuStreamWaitEvent", status)
 
     def ready(self, stream: int) -> bool:
         """Return whether a stream's work is done (``cuStreamQuery``)."""
@@ -219,7 +266,7 @@ class Device:
 
     def event_ready(self, event: int) -> bool:
         """Return whether what an event stands for is done (``cuEventQuery``); work in a captured graph never is."""
-        return self._done("cuEventQuery", self._query_event(event))
+        return self._done("cuEventQuery", self._queries[event]())
 
     def _done(self, name: str, status: int) -> bool:
         if status in (_NOT_READY, _CAPTURED_EVENT):
@@ -246,10 +293,34 @@ class Device:
             No stream handle, of another context, of the calling thread only, or being captured into a graph; or another
             context is current. The stream, and a capture, stay as they are.
         """
+        number = self.check_handle(stream)
+        if self._captured(number):
+            self._refuse_captured(number)
+        return number
+
+    def takes(self, stream: int, arrays: Iterable[Any] = ()) -> bool:
+        """Return whether a stream is known and of this device's context, and so is the memory of all `arrays`.
+
+        Where not, :meth:`check_handle` and :meth:`owner` tell more. Each operation on arrays asks this, so it is made
+        for speed. Of which context a stream is, and of which device memory, is the same whichever context is current.
+        Whether a stream is captured, :meth:`refuse_capture` asks when it is used, and which context is current.
+        """
+        asked = self._asked.questions
+        for array in arrays:
+            pointer = array.pointer
+            if pointer and (asked.memories[pointer]() or asked.whose[0] != self._own_memory):
+                return False
+        if stream in LEGACY_STREAMS:
+            return True
+        known = asked.contexts.get(stream)
+        return known is not None and not known() and asked.context[0] == self._own_context
+
+    def check_handle(self, stream: Any) -> int:
+        """Return a stream as :meth:`check_stream` does, captured or not: :meth:`refuse_capture` asks that later."""
         if stream.__class__ is not int and (isinstance(stream, bool) or not hasattr(stream, "__index__")):
             raise TypeError(f"stream must be an int, the handle of a CUDA stream; got {type(stream).__name__}")
         number, asked = int(stream), self._asked.questions
-        if asked.get_current() or asked.context.value != self._own_context:
+        if asked.get_current() or asked.context[0] != self._own_context:
             self.enter()
         if number == _PER_THREAD_STREAM:
             raise ValueError(
@@ -259,24 +330,24 @@ class Device:
         if number not in LEGACY_STREAMS:
             if not 0 < number < 2**64 or number % _HANDLE_ALIGNMENT:
                 raise ValueError(f"stream must be the handle of a CUDA stream; {number} is none")
-            question = asked.contexts.get(number) or asked.context_of(number)
-            if question() or asked.context.value != self._own_context:
+            if asked.contexts[number]() or asked.context[0] != self._own_context:
                 self._refuse_foreign(number)
-        if (asked.captures.get(number) or asked.capturing(number))() or asked.capture.value != _NOT_CAPTURED:
-            self._refuse_captured(number)
         return number
 
-    def refuse_capture(self, stream: int) -> None:
-        """Raise ``ValueError`` where a stream is being captured into a graph; a capture stays as it is.
+    def refuse_capture(self, stream: int, others: Iterable[int] = ()) -> None:
+        """Raise ``ValueError`` where a stream, or another one, is captured into a graph; a capture stays as it is.
 
         Each operation asks this, so it is made for speed: the answers are written to one place, and only the thread
         that holds the lane may ask.
         """
         asked = self._asked_on_lane
-        if asked.get_current() or asked.context.value != self._own_context:
+        if asked.get_current() or asked.context[0] != self._own_context:
             self.enter()
-        if (asked.captures.get(stream) or asked.capturing(stream))() or asked.capture.value != _NOT_CAPTURED:
+        if asked.captures[stream]() or asked.capture[0] != _NOT_CAPTURED:
             self._refuse_captured(stream)
+        for other in others:
+            if asked.captures[other]() or asked.capture[0] != _NOT_CAPTURED:
+                self._refuse_captured(other)
 
     def _refuse_captured(self, stream: int) -> None:
         if self._captured(stream):
@@ -288,12 +359,12 @@ class Device:
     def _refuse_foreign(self, stream: int) -> None:
         asked = self._asked.questions
         try:
-            self._check("cuStreamGetCtx", asked.context_of(stream)())
+            self._check("cuStreamGetCtx", asked.contexts[stream]())
         except CUDAError as error:
             if error.code in (_DESTROYED_CONTEXT, _INVALID_HANDLE):
                 raise ValueError(f"stream must be the handle of a CUDA stream; {stream:#x} is none: {error}") from None
             raise
-        if asked.context.value != self._own_context:
+        if asked.context[0] != self._own_context:
             raise ValueError(f"stream must be of the primary context of cuda:{self.ordinal}; {stream:#x} is of another")
 
     def is_captured(self, stream: int) -> bool:
@@ -302,23 +373,21 @@ class Device:
 
     def _captured(self, stream: int) -> bool:
         asked = self._asked.questions
-        status = (asked.captures.get(stream) or asked.capturing(stream))()
+        status = asked.captures[stream]()
         if status == _IMPLICITLY_CAPTURED:
             return True
         self._check("cuStreamIsCapturing", status)
-        return asked.capture.value != _NOT_CAPTURED
+        return asked.capture[0] != _NOT_CAPTURED
 
-    @contextmanager
-    def beside_captures(self) -> Iterator[None]:
+    def beside_captures(self) -> AbstractContextManager[None]:
         """Let this thread query events in the body while some other stream is captured, which the query would spoil."""
-        mode = ctypes.c_int(_RELAXED)
-        at = ctypes.addressof(mode)
-        self._check("cuThreadExchangeStreamCaptureMode", self._exchange_mode(at))
-        try:
-            yield
-        finally:
-            # The call before has left there what was so before.
-            self._check("cuThreadExchangeStreamCaptureMode", self._exchange_mode(at))
+        return _Relaxed(self)
+
+    def exchange_mode(self, at: int) -> None:
+        """Exchange this thread's mode for captures with the one there (``cuThreadExchangeStreamCaptureMode``)."""
+        status = self._exchange_mode(at)
+        if status:
+            self._check("cuThreadExchangeStreamCaptureMode", status)
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.
@@ -369,14 +438,15 @@ class Device:
             Another context is current.
         """
         asked = self._asked.questions
-        if asked.get_current() or asked.context.value != self._own_context:
+        if asked.get_current() or asked.context[0] != self._own_context:
             self.enter()
         # Not by cuda-python: its 12.9.6 to 12.9.8 and 13.1.2 to 13.4.2 answer 0 for every device (their issue 2928).
-        status = asked.get_memory(pointer)
+        status = asked.memories[pointer]()
         if status == _INVALID_VALUE:
             return None
         self._check("cuPointerGetAttributes", status)
-        return None if asked.memory_type.value in _NOT_ON_DEVICE else asked.ordinal.value
+        kind, ordinal = asked.memory
+        return None if kind in _NOT_ON_DEVICE else ordinal
 
     def load_kernel(self, code: bytes, name: str) -> int:
         """Return a kernel of machine code (``cuModuleLoadData``); it stays loaded."""

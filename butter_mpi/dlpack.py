@@ -105,15 +105,17 @@ def _capsule(array: Any, stream: int | None) -> Any:
         return array.__dlpack__(stream=stream)
 
 
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
 def _read(capsule: Any) -> tuple[_Tensor, bool]:
-    api = ctypes.pythonapi
-    valid, pointer = api.PyCapsule_IsValid, api.PyCapsule_GetPointer
-    valid.argtypes = pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    pointer.restype = ctypes.c_void_p
-    if valid(capsule, _VERSIONED):
-        whole = _Versioned.from_address(pointer(capsule, _VERSIONED))
+    if _is_valid(capsule, _VERSIONED):
+        whole = _Versioned.from_address(_pointer_of(capsule, _VERSIONED))
         return whole.tensor, bool(whole.flags & _READ_ONLY)
-    return _Tensor.from_address(pointer(capsule, _OLD)), False
+    return _Tensor.from_address(_pointer_of(capsule, _OLD)), False
 
 
 def _dtype(tensor: _Tensor) -> str:

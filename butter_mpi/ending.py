@@ -32,7 +32,7 @@ from butter_mpi.recovery import leaves_survivors, started_by
 from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
 from butter_mpi.sentinel import client
 
-__all__ = ["ENDING", "Ending", "say"]
+__all__ = ["ENDING", "Ending", "say", "uncaught"]
 
 _ABORT_SECONDS = 2
 _LANE_SECONDS = 1.0
@@ -162,7 +162,7 @@ class Ending:
 
     def _leave_without_mpi(self) -> NoReturn:
         """End this process, whose MPI_Finalize would wait for ranks that the others went on without."""
-        status = FAILED if _uncaught() is not None else OUTCOME.status()
+        status = FAILED if uncaught() is not None else OUTCOME.status()
         if status is None:
             say(f"ended by a SystemExit whose status cannot be known: ends with {FAILED}; use sys.exit(status)")
             status = FAILED
@@ -187,7 +187,7 @@ class Ending:
 
     def _goodbye(self, how: str) -> bool:
         """Close what is open; returns whether MPI_Finalize would hang."""
-        error = _uncaught()
+        error = uncaught()
         unsafe = self._alone or self._starting > 0
         patience = _LANE_SECONDS
         for plane in [*self._planes.values(), *self._orphans]:
@@ -280,7 +280,7 @@ def _let_end(number: signal.Signals) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
 
 
-def _uncaught() -> BaseException | None:
+def uncaught() -> BaseException | None:
     """Return the exception that ends this process; an interactive one shows exceptions and goes on."""
     error = getattr(sys, "last_value", None)
     if error is None or hasattr(sys, "ps1") or sys.flags.interactive:

@@ -7,6 +7,9 @@ of ``main``. Of any other exception it is known that it left the outermost frame
 
 from __future__ import annotations
 
+import atexit
+import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,6 +29,12 @@ class Outcome:
     def __init__(self) -> None:
         self._outermost: FrameType | None = None
         self._exit, sys.exit = sys.exit, self._remember
+        self.came = False
+        """Whether this process came to a start."""
+        self.last_status = 0
+        """What the last ``sys.exit`` was given, as a status."""
+        self._pid = os.getpid()
+        atexit.register(self._tell)
         # What the last sys.exit was given, and where each frame stood that it had to leave.
         self._said: object = None
         self._left: list[tuple[FrameType, int]] = []
@@ -37,10 +46,25 @@ class Outcome:
 
     def _remember(self, status: str | int | None = None, /) -> NoReturn:
         """Raise what ``sys.exit`` raises."""
+        self.last_status = _status_of(status)
         # Kept only where it is asked for: with frames stays what they hold.
         if self._outermost is not None and sys._current_frames()[_main()] is sys._getframe():
             self._said, self._left = status, [(frame, frame.f_lasti) for frame in _stack(sys._getframe(1))]
         self._exit(status)
+
+    def _tell(self) -> None:
+        """Tell ranks that may wait in a start of one that has come to none, and ends."""
+        if self.came or self._pid != os.getpid():
+            return
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized():
+            if mpi.Is_finalized():
+                return
+        elif "PMI_FD" in os.environ:
+            mpi = None
+        else:
+            return
+        importlib.import_module("butter_mpi.arrivals").tell_of_the_end(mpi)
 
     def status(self) -> int | None:
         """Return the status of the end; ``None``: it is that of a ``SystemExit`` that is not known."""

@@ -11,10 +11,13 @@ from butter_mpi.lane import LANE
 from butter_mpi.planes.memory import Allocator, host_block
 from butter_mpi.planes.submitting import Submitting
 
-__all__ = ["HOST_STREAM", "Plane"]
+__all__ = ["HOST_STREAM", "NAMED", "Plane"]
 
 HOST_STREAM = 0
 """The one stream of host memory: the caller itself, one operation at a time."""
+
+NAMED = "A buffer names this one, and {} is ordered with it too"
+"""What is said of a stream that is refused and that nobody has given; for the kind of an operation."""
 
 _LARGEST = 2**63
 _LARGEST_POINTER = 2**64
@@ -81,7 +84,7 @@ class Plane(Submitting):
         op: ReduceOp | PreMulSum = ReduceOp.SUM,
     ) -> None:
         """Reduce in place, between what `compute_stream` holds and what comes later."""
-        stream = self.check_stream(compute_stream)
+        stream = self.check_handle(compute_stream)
         self.submit(self._make("all_reduce", nbytes, dtype, send=ptr, recv=ptr, op=op, stream=stream, aside=True))
 
     def all_gather(self, send: int, recv: int, nbytes: int) -> None:
@@ -110,12 +113,12 @@ class Plane(Submitting):
 
     def send_to(self, ptr: int, nbytes: int, dest: int, stream: int) -> None:
         """Send to one rank."""
-        stream = self.check_stream(stream)
+        stream = self.check_handle(stream)
         self.submit(self._make("send", nbytes, DType.UINT8, send=ptr, peer=dest, stream=stream))
 
     def recv_from(self, ptr: int, nbytes: int, src: int, stream: int) -> None:
         """Receive from one rank."""
-        stream = self.check_stream(stream)
+        stream = self.check_handle(stream)
         self.submit(self._make("recv", nbytes, DType.UINT8, recv=ptr, peer=src, stream=stream))
 
     def register_buffer(self, ptr: int, nbytes: int) -> int:
@@ -282,6 +285,10 @@ class Plane(Submitting):
         if stream != self.stream:
             raise ValueError(f"{self.who}: stream must be {self.stream}, the one stream of this plane; got {stream!r}")
         return stream
+
+    def check_handle(self, stream: int) -> int:
+        """Return a stream as :meth:`check_stream` does, but for what is asked again when an operation is submitted."""
+        return self.check_stream(stream)
 
     def check_pointer(self, pointer: int, what: object) -> None:
         """Raise ``ValueError`` where memory is not of this plane."""

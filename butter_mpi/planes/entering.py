@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from butter_mpi.control import Pause
 
 __all__ = ["Inside"]
+
+# By looks and not by the clock: a process that was stopped meanwhile has given its threads no time to come out.
+_LOOKS, _BETWEEN = 50, 2e-3
 
 
 class Inside:
@@ -31,8 +35,21 @@ class Inside:
     def __exit__(self, *_: object) -> None:
         self._marks.pop()
 
+    @property
+    def none(self) -> bool:
+        """Whether nobody is inside."""
+        return not (self._marks or self._otherwise())
+
     def wait_until_none(self) -> None:
         """Wait without a bound until nobody is inside; only in a thread that can be left to itself."""
         pause = Pause()
-        while self._marks or self._otherwise():
+        while not self.none:
             pause()
+
+    def soon_none(self) -> bool:
+        """Wait for as long as a call takes that waits for nothing; returns whether nobody is inside."""
+        for _ in range(_LOOKS):
+            if self.none:
+                return True
+            time.sleep(_BETWEEN)
+        return self.none

@@ -16,7 +16,7 @@ from butter_mpi._libnccl import Library
 from butter_mpi.control import Control, Overdue, Pause, Watch
 from butter_mpi.detached import Detached
 from butter_mpi.device import Device
-from butter_mpi.errors import StartError
+from butter_mpi.errors import NCCLError, StartError
 from butter_mpi.planes.entering import Inside
 from butter_mpi.unique_id import SHARING, share_unique_id
 
@@ -50,15 +50,23 @@ class Bound:
         self.watch.passed(name)
 
 
-def abort(library: Library, device: Device, handle: int, inside: Inside) -> Detached:
+def abort(library: Library, device: Device, handle: int, inside: Inside, left: Inside) -> Detached:
     """Give a communicator up in a thread of its own (``ncclCommAbort``): it may take half a second, or never return.
 
-    A call on it that another thread is inside is waited for: an abort would free what that call uses.
+    An abort would free what a call uses that another thread is inside. One that was `left` to itself is waited for. A
+    call that the program waits in comes back by itself only while its stream takes work: the driver holds a thread that
+    puts more on a full one, and a stream that waits for a rank which is lost stays full. So where it does not come back
+    soon, what is on the stream is ended first (``ncclCommRevoke``), which frees nothing. NCCL before 2.28.7 has only
+    the abort for that: it frees once its streams have passed everything, and such a call is out by then.
     """
 
     def run() -> None:
-        inside.wait_until_none()
         device.make_current()
+        if not inside.soon_none() and library.has("ncclCommRevoke"):
+            with contextlib.suppress(NCCLError):
+                nccl.revoke(library, handle)
+            inside.wait_until_none()
+        left.wait_until_none()
         nccl.abort(library, handle)
 
     return Detached(run)

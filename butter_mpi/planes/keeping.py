@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from butter_mpi.collectives import Owners
@@ -22,14 +22,15 @@ _LEFT: list[Keeping] = []
 class _Kept:
     """What one submission uses on one stream; passed when its event is, and not before it has one.
 
-    ``marked``: its event stands behind the last submission that uses it. ``waits``: it is about to be marked.
+    ``marked``: its event stands behind the last submission that uses it. ``only``: its owner, where there is one alone.
     """
 
-    __slots__ = ("event", "marked", "owners", "stream", "waits")
+    __slots__ = ("event", "marked", "only", "owners", "record")
 
-    def __init__(self, stream: int, owners: Owners, event: int) -> None:
-        self.stream, self.owners, self.event = stream, owners, event
-        self.marked = self.waits = False
+    def __init__(self, owners: Owners, event: int, record: Callable[[], int]) -> None:
+        self.owners, self.event, self.record = owners, event, record
+        self.only = owners[0] if len(owners) == 1 else None
+        self.marked = False
 
 
 class Lease:
@@ -77,6 +78,8 @@ class Keeping:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._streams: dict[int, deque[_Kept]] = {}
+        self._newest: dict[int, _Kept] = {}
+        self._number = 0
         self._unmarked: list[_Kept] = []
         self._idle: list[int] = []
         self._leases: set[Lease] = set()
@@ -114,10 +117,18 @@ class Keeping:
         with self._device.beside_captures():
             if self._device.ready(stream):
                 return True
-        kept = _Kept(stream, owners, self._idle.pop() if self._idle else self._device.make_event())
-        self._streams.setdefault(stream, deque()).append(kept)
-        self._device.record(kept.event, stream)
+        event = self._idle.pop() if self._idle else self._device.make_event()
+        kept = _Kept(owners, event, self._device.recorder(event, stream))
+        self._device.record(event, stream)
         kept.marked = True
+        line = self._streams.setdefault(stream, deque())
+        if line and not line[-1].marked:
+            # Of an operation that is on its way: its mark will be the newest.
+            line.insert(len(line) - 1, kept)
+        else:
+            line.append(kept)
+            self._newest[stream] = kept
+        self._number += 1
         return True
 
     @property
@@ -133,43 +144,54 @@ class Keeping:
     def keep(self, used: Sequence[Used]) -> None:
         """Keep what is about to be used, by stream, and let go of what streams have passed."""
         for stream, owners in used:
-            self._add(stream, owners)
+            kept = self._newest.get(stream)
+            # A loop over the same buffers moves one event on.
+            if kept is None or not (kept.only is owners[0] if len(owners) == 1 else _same(kept.owners, owners)):
+                self._add(stream, owners)
+            # Several operations of a group may use it: one event stands behind all.
+            elif kept.marked:
+                kept.marked = False
+                self._unmarked.append(kept)
         # After it: a loop over the same buffers has nothing to ask, as its event is about to move on.
-        self.release()
+        if self._number > len(self._unmarked):
+            self.release()
 
     def _add(self, stream: int, owners: Owners) -> None:
+        event = self._idle.pop() if self._idle else self._device.make_event()
+        newest = self._newest[stream] = _Kept(owners, event, self._device.recorder(event, stream))
         line = self._streams.get(stream)
-        newest = line[-1] if line else None
-        # A loop over the same buffers moves one event on.
-        if newest is None or not _same(newest.owners, owners):
-            newest = _Kept(stream, owners, self._idle.pop() if self._idle else self._device.make_event())
-            self._streams.setdefault(stream, deque()).append(newest)
-        newest.marked = False
-        # Several operations of a group may use it: one event stands behind all.
-        if not newest.waits:
-            newest.waits = True
-            self._unmarked.append(newest)
+        if line is None:
+            line = self._streams[stream] = deque()
+        line.append(newest)
+        self._unmarked.append(newest)
+        self._number += 1
 
     def mark(self) -> None:
         """Put the events behind what was submitted since the last time."""
         # Taken first: what cannot be marked is not tried again by every later operation.
         unmarked, self._unmarked = self._unmarked, []
         for kept in unmarked:
-            kept.waits = False
-        for kept in unmarked:
-            self._device.record(kept.event, kept.stream)
+            status = kept.record()
+            if status:
+                self._device.check_recorded(status)
             kept.marked = True
 
     def forget_unmarked(self) -> None:
         """Let go of what failed on its way, once nothing of it can run any more: no event will tell of it."""
-        unmarked, self._unmarked = self._unmarked, []
-        for kept in unmarked:
-            kept.waits = False
-            line = self._streams[kept.stream]
-            line.remove(kept)
-            self._idle.append(kept.event)
-            if not line:
-                del self._streams[kept.stream]
+        self._unmarked = []
+        for stream, line in list(self._streams.items()):
+            for kept in [one for one in line if not one.marked]:
+                line.remove(kept)
+                self._idle.append(kept.event)
+                self._number -= 1
+            if line:
+                self._newest[stream] = line[-1]
+            else:
+                del self._streams[stream], self._newest[stream]
+
+    def newest(self, stream: int) -> int:
+        """Return the event behind all that was marked on a stream; there must be something."""
+        return self._newest[stream].event
 
     @property
     def empty(self) -> bool:
@@ -187,8 +209,9 @@ class Keeping:
             for stream, line in list(self._streams.items()):
                 while line and line[0].marked and self._device.event_ready(line[0].event):
                     self._idle.append(line.popleft().event)
+                    self._number -= 1
                 if not line:
-                    del self._streams[stream]
+                    del self._streams[stream], self._newest[stream]
 
     def leave(self) -> None:
         """Let go of what streams have passed, now and, of what they have not, when the next communicator leaves."""
@@ -209,6 +232,8 @@ class Keeping:
         self.dropped.clear()
         events = [*self._idle, *(kept.event for line in self._streams.values() for kept in line)]
         self._streams.clear()
+        self._newest.clear()
+        self._number = 0
         self._unmarked.clear()
         self._idle = []
         for event in events:
@@ -216,4 +241,4 @@ class Keeping:
 
 
 def _same(some: Owners, others: Owners) -> bool:
-    return some is others or (len(some) == len(others) and all(map(operator.is_, some, others)))
+    return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -98,7 +98,7 @@ class NcclGraphs(NcclLife):
             self._issuer.issue(comm, [replace(operation, stream=stream)])
 
         def capture() -> None:
-            with self._inside:
+            with self._left_inside:
                 # First: whoever takes the communicator away takes its graphs after it.
                 graphs = self._graphs
                 comm = self._handle("plan_graph")

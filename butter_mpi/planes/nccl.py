@@ -149,7 +149,7 @@ class NcclPlane(NcclGraphs):
         limit = None if all(operation.waits_for_ever for operation in operations) else self.deadline
         waiting = self._waiting(record, limit, unknown=UNKNOWN)
         bound = Bound(Watch(None), lambda: waiting.look(record, self._gone(numbered), waiting.take()))
-        self._aside_until_done(lambda: self._issue(operations), bound, "connecting")
+        self._aside_until_done(lambda: self._issue(operations, self._left_inside), bound, "connecting")
         # One that moved nothing may have connected nothing.
         self._connected |= self._issuer.pairs([op for op in operations if op.count] or operations[:0])
 
@@ -231,7 +231,7 @@ class NcclPlane(NcclGraphs):
         window, flags = nccl.Handle(), self._library.constant("NCCL_WIN_COLL_SYMMETRIC")
 
         def register() -> None:
-            with self._inside:
+            with self._left_inside:
                 comm = self._handle("symmetric")
                 result = nccl.window_register(self._library, comm, ptr, nbytes, window, flags)
                 nccl.check(self._library, "ncclCommWindowRegister", result)

@@ -101,6 +101,8 @@ class NcclLife(OnDevice, PeerPlane):
         self._close_seconds = 0.0
         self._inside = Inside(self._in_plain_flight)
         self._graphs, self._launching = Graphs(), Inside(self._in_graph_flight)
+        # The same of calls that this rank may leave to themselves.
+        self._left_inside = Inside()
         self._stopping: list[Detached] = []
         self._ending: Detached | None = None
         self._closing: Detached | None = None
@@ -230,7 +232,7 @@ class NcclLife(OnDevice, PeerPlane):
     def _connect(self, bound: Bound) -> None:
         """Connect by one small operation: the host call makes connections, and would wait without a bound."""
         with bound.step("connecting") as step:
-            self._aside_until_done(lambda: self._issue([self._barrier_operation()]), bound, step)
+            self._aside_until_done(lambda: self._issue([self._barrier_operation()], self._left_inside), bound, step)
         with bound.step("the first operation") as step:
             while not self.device.ready(self.stream):
                 if bound.watch.tick():
@@ -250,8 +252,8 @@ class NcclLife(OnDevice, PeerPlane):
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _issue(self, operations: Sequence[Operation]) -> None:
-        with self._inside:
+    def _issue(self, operations: Sequence[Operation], mark: Inside | None = None) -> None:
+        with mark or self._inside:
             self._issuer.issue(self._handle("submitting"), operations)
 
     def _issue_again(self, operation: Operation) -> None:
@@ -337,10 +339,10 @@ class NcclLife(OnDevice, PeerPlane):
     def _stop_from_outside(self) -> None:
         comm, self._comm = self._comm, None
         if comm is not None:
-            self._stopping.append(abort(self._library, self.device, comm, self._inside))
+            self._stopping.append(abort(self._library, self.device, comm, self._inside, self._left_inside))
             graphs, self._graphs = self._graphs, Graphs()
             # It waits for that, and frees whoever waits in a launch.
-            self._stopping.append(graphs.end(self.device, self._inside, self._launching))
+            self._stopping.append(graphs.end(self.device, self._left_inside, self._launching))
 
     def _release(self) -> None:
         if self._peer_broke():

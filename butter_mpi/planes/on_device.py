@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -9,7 +10,7 @@ from butter_mpi.collectives import Operation, call_site, control_signature
 from butter_mpi.device import LEGACY_STREAMS, Device
 from butter_mpi.errors import CUDAError
 from butter_mpi.lane import LANE
-from butter_mpi.planes.base import Plane
+from butter_mpi.planes.base import NAMED, Plane
 from butter_mpi.planes.keeping import Keeping, Lease
 from butter_mpi.planes.submitting import Used
 
@@ -56,6 +57,13 @@ class OnDevice(Plane):
         checked: int = self._ask(device.check_stream, stream)
         return checked
 
+    def check_handle(self, stream: int) -> int:
+        """Return a stream of this device's primary context; whether it is captured is asked when it is used."""
+        device = self._device
+        assert device is not None
+        checked: int = self._ask(device.check_handle, stream)
+        return checked
+
     def check_pointer(self, pointer: int, what: object) -> None:
         """Refuse memory of the host, or of another device."""
         device = self._device
@@ -68,47 +76,56 @@ class OnDevice(Plane):
             raise ValueError(f"{what} is {where}; this communicator works on memory of cuda:{device.ordinal}")
 
     def lend(self, operation: Operation, stream: Any) -> Lease | None:
-        """Return what stands for a plan: with its stream where that is there as long as the plan, or this plane."""
-        lasts = operation.stream in self._lasting or _keeps_its_handle(stream)
+        """Return what stands for a plan: with its stream where that is there as long as the plan, or this plane.
+
+        What is ordered with streams that arrays name needs an event behind each call all the same.
+        """
+        lasts = not operation.named and (operation.stream in self._lasting or _keeps_its_handle(stream))
         if not lasts and operation.graph is None:
             return None
         return self._keeping.lend(operation.stream if lasts else None, stream, operation.graph)
 
     def _admit(self, operation: Operation) -> None:
-        """Refuse a stream that is captured now: the ordered one is asked of nobody before, and a group may end late."""
-        device = self._device
-        assert device is not None
+        """Refuse a stream that is captured now: nobody asked before, and a group may end late."""
+        device: Any = self._device
         try:
-            device.refuse_capture(operation.stream)
-            for stream in operation.named:
-                device.refuse_capture(stream)
+            device.refuse_capture(operation.stream, operation.named)
         except (CUDAError, ValueError) as error:
-            self._answer("refuse_capture", self.who, error)
+            self._refuse_captured(device, operation, error)
         if operation.call is None:
             self._check_supported(operation)
+
+    def _refuse_captured(self, device: Device, operation: Operation, error: CUDAError | ValueError) -> NoReturn:
+        """Raise what a question about the streams of an operation ended by."""
+        if isinstance(error, ValueError) and operation.named:
+            with contextlib.suppress(CUDAError, ValueError):
+                device.refuse_capture(operation.stream)
+                # So it is about another one.
+                error = ValueError(f"{error}. {NAMED.format(operation.kind)}")
+        self._answer("refuse_capture", self.who, error)
 
     def _check_supported(self, operation: Operation) -> None:
         """Raise ``NotSupportedError`` where device or library lack an operation; asked until it was issued once."""
 
     def _follow(self, operation: Operation) -> None:
-        with self._poisoning((operation, self._next_number(operation))):
-            for stream in operation.named:
-                self._order(stream, operation.stream)
+        for stream in operation.named:
+            self._order(stream, operation.stream)
 
     def _keep(self, used: Sequence[Used]) -> None:
         self._keeping.keep(used)
 
-    def _lead(self, operations: Sequence[Operation]) -> None:
+    def _mark(self) -> None:
         self._keeping.mark()
+
+    def _lead(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
-            if operation.named:
-                for stream in operation.named:
-                    self._order(operation.stream, stream)
+            for stream in operation.named:
+                # What names streams has arrays, and their mark is behind all of these operations.
+                self.device.wait(stream, self._keeping.newest(operation.stream))
 
     def _order(self, earlier: int, later: int) -> None:
         """Let what comes later on one stream wait for what another one holds now; the event can be used again."""
-        self.device.record(self._event, earlier)
-        self.device.wait(later, self._event)
+        self.device.order(earlier, later, self._event)
 
     def _ask(self, question: Callable[[Any], Any], subject: Any, what: object = None) -> Any:
         """Ask the driver; where it fails at a mere question its context is lost, and this communicator is poisoned.

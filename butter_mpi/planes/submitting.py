@@ -126,16 +126,17 @@ class Submitting(ABC):
             if operation.graph is not None:
                 operation = self._by_graph(operation)
             self._admit(operation)
-            if operation.named:
-                self._follow(operation)
             if self._group is None:
-                self._run((operation,), ((operation.stream, owners),) if owners else ())
+                self._run((operation,), ((operation.stream, owners),) if owners else (), follow=True)
             else:
+                if operation.named:
+                    with self._poisoning((operation, self._next_number(operation))):
+                        self._follow(operation)
                 self._group.append((replace(operation, waits=False) if operation.waits else operation, owners))
         finally:
             LANE.give()
 
-    def _run(self, operations: Sequence[Operation], used: Sequence[Used]) -> None:
+    def _run(self, operations: Sequence[Operation], used: Sequence[Used], *, follow: bool = False) -> None:
         if len(operations) > 1:
             operations = self._ordered(operations)
         # Pairs come last.
@@ -163,10 +164,14 @@ class Submitting(ABC):
                     write(operation, number)
                 if operation.named:
                     named = True
+                    if follow:
+                        self._follow(operation)
             if used:
                 self._keep(used)
             self._execute(numbered)
-            if named or used:
+            if used:
+                self._mark()
+            if named:
                 self._lead(operations)
             self._last = one
         except BaseException as error:
@@ -252,13 +257,16 @@ class Submitting(ABC):
         """Raise ``ValueError`` or ``NotSupportedError`` where this plane cannot take an operation."""
 
     def _follow(self, operation: Operation) -> None:  # noqa: B027 - host memory has one stream
-        """Let an operation come after what the streams that its arrays name hold now, in a group as well."""
+        """Let an operation come after what the streams that its arrays name hold when it is called, in a group too."""
 
     def _lead(self, operations: Sequence[Operation]) -> None:  # noqa: B027 - host memory has one stream
         """Let what comes later on those streams come after operations that are on theirs."""
 
     def _keep(self, used: Sequence[Used]) -> None:  # noqa: B027 - host memory is done with on return
         """Keep arrays alive until their streams have passed the operations that are about to be executed."""
+
+    def _mark(self) -> None:  # noqa: B027 - host memory is done with on return
+        """Mark where streams have passed what was kept last."""
 
     @abstractmethod
     def _execute(self, numbered: Sequence[Numbered]) -> None:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from butter_mpi import bootstrap, mpi_start
+from butter_mpi.arrivals import duplicate_once_all_came
 from butter_mpi.communicator import Communicator
-from butter_mpi.control import Control, Overdue, Watch, duplicate
+from butter_mpi.control import Control, Overdue, Watch
 from butter_mpi.ending import ENDING
 from butter_mpi.errors import ButterError, StartError, StartTimeoutError
 from butter_mpi.findings import grouped, ranks_text
@@ -81,12 +82,15 @@ class Together:
         self.who = f"rank {self.rank}/{self.size}"
         self._seconds = seconds
         try:
-            self._control = Control(duplicate(mpi.COMM_WORLD, mpi, Watch(seconds)), mpi)
+            self._control = Control(duplicate_once_all_came(mpi.COMM_WORLD, mpi, Watch(seconds), who=self.who), mpi)
         except Overdue as error:
             self._missed(error)
+        except StartError as error:
+            self.abort(REFUSED, str(error))
 
     def _missed(self, error: Overdue) -> NoReturn:
-        self.abort(REFUSED, f"start: {error}: not every rank came. Look at the ranks that are missing here")
+        who = f"{error.missing}. Look there" if error.missing else "Look at the ranks that are missing here"
+        self.abort(REFUSED, f"start: {error}: not every rank came. {who}")
 
     def gather(self, value: Any, phase: str) -> list[Any]:
         """Return every rank's JSON value; a rank that does not come by the deadline ends the job."""

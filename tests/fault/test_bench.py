@@ -14,6 +14,10 @@ from helpers.standin import build
 
 BENCH = ["-m", "butter_mpi.bench"]
 SWEEP = ["-m", "butter_mpi.sweep"]
+DIFFERENT = (
+    "every rank must have the same arguments: --from is 8 on rank 0, 16 on rank 1; "
+    "--to is 1024 on rank 0, 1073741824 on rank 1"
+)
 
 
 def test_table_of_ratios() -> None:
@@ -129,8 +133,14 @@ def test_file_that_cannot_be_written(tmp_path: Path) -> None:
             "rank 1: unrecognized arguments: --nothing; rank 2: --from must not be larger than --to",
         ),
         ("bench", "mpich", ["", "--help"], "rank 1: --help was asked for"),
+        (
+            "sweep",
+            "mpich",
+            ["--json a --to 1K", "--json b --from 16"],
+            DIFFERENT,
+        ),
     ],
-    ids=["of all", "of others", "help"],
+    ids=["of all", "of others", "help", "different"],
 )
 def test_wrong_arguments_are_said_once(name: str, mpi: str, words: list[str], told: str) -> None:
     """In one line, by rank 0, however late; every rank ends with the status of wrong arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ def say(text):
 def start(**fault):
     return butter_mpi.init(plane="host", fault=butter_mpi.FaultPolicy(**{"collective_deadline": 10, **fault}))
 """
+RANKS = "RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size"
 FOR_EVER = "threading.Event().wait()\n"
 
 every_launcher = pytest.mark.parametrize("mpi", MPIS)
@@ -318,7 +320,116 @@ def test_rank_that_never_starts(never_started: dict[str, Job], mpi: str) -> None
     result = never_started[mpi].wait()
     assert result.rc != 0 and result.seconds < 8, result.text
     assert "StartTimeoutError" in result.rank_err[0], result.text
-    assert "'duplicating the communicator' within 2.0 s (start deadline 2 s)" in result.rank_err[0], result.text
+    step = "'duplicating the communicator' within 2.0 s (start deadline 2 s): rank 1 has not come. Look there"
+    assert step in result.rank_err[0], result.text
+
+
+@pytest.fixture(scope="module")
+def some_never_started() -> Iterator[dict[str, Job]]:
+    """Jobs with two ranks that never come to init, one under each launcher, together."""
+    program = f"""
+if RANK in (1, 3):
+    {FOR_EVER}
+try:
+    start(start_deadline=7 if RANK == 0 else 6)
+except butter_mpi.StartTimeoutError as error:
+    say(error)
+    raise
+"""
+    with contextlib.ExitStack() as stack:
+        yield {mpi: stack.enter_context(start_job(5, HEAD + program, mpi=mpi, timeout=40)) for mpi in MPIS}
+
+
+@every_launcher
+def test_who_has_not_come_is_named(some_never_started: dict[str, Job], mpi: str) -> None:
+    """Rank 0 knows who is missing, warns of it, and tells the others that are there, also those that give up first."""
+    result = some_never_started[mpi].wait()
+    told = [out for out in result.rank_out if "ranks 1, 3 have not come. Look there" in out]
+    assert result.rc != 0 and len(told) >= 1, result.text
+    assert "rank 0/5 on " in result.rank_err[0], result.text
+    assert "start: has waited 5 s for ranks 1, 3, not come yet" in result.rank_err[0], result.text
+
+
+def test_first_rank_that_has_not_come() -> None:
+    """Nobody else knows who is missing: the others say so."""
+    program = f"if RANK == 0:\n    {FOR_EVER}start(start_deadline=1)"
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc != 0 and result.seconds < 8, result.text
+    assert "rank 0, which knows who is missing, has not come or does not answer" in result.rank_err[1], result.text
+
+
+@pytest.mark.parametrize(
+    ("mpi", "ending", "how"),
+    [
+        *((mpi, "raise OSError('no such data')", "by OSError: no such data") for mpi in MPIS),
+        (MPIS[0], "sys.exit(3)", "with status 3"),
+        (MPIS[0], "sys.exit('no')", "with status 1"),
+    ],
+)
+def test_rank_that_ends_before_init(mpi: str, ending: str, how: str) -> None:
+    """A rank that fails before it comes to init tells the others, which wait for it there or come later.
+
+    So it does where they start on a part of all ranks, in which ranks have other numbers.
+    """
+    program = f"""
+part = MPI.COMM_WORLD.Split(RANK > 0, RANK)
+if RANK == 2:
+    {ending}
+if RANK == 3:
+    time.sleep(0.5)
+if RANK:
+    try:
+        butter_mpi.init(part, plane="host")
+    except butter_mpi.StartError as error:
+        say(error)
+        raise
+"""
+    result = run_job(4, HEAD + program, mpi=mpi, timeout=30)
+    told = f"rank 2/4 on {socket.gethostname()} ended {how} before it came to init: look at what it wrote"
+    assert result.rc != 0 and result.seconds < 10, result.text
+    assert any(told in out for out in (result.rank_out[1], result.rank_out[3])), result.text
+
+
+@every_launcher
+def test_rank_that_fails_before_mpi_is_started(mpi: str) -> None:
+    """The others wait in MPI_Init, where no Python runs: the launcher ends the job at once; MPICH's is asked to."""
+    program = """
+import os, sys, threading
+import butter_mpi
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if rank == "1":
+    print("was here")
+    raise OSError("no such data")
+butter_mpi.init(plane="host")
+"""
+    result = run_job(3, program, mpi=mpi, timeout=30)
+    assert result.rc != 0 and result.seconds < 10 and "OSError: no such data" in result.rank_err[1], result.text
+    assert result.rank_out[1] == "was here\n", result.text
+    if mpi == "mpich":
+        told = f"butter_mpi: rank 1/3 on {socket.gethostname()} ended by OSError: no such data before MPI was started"
+        assert told in result.rank_err[1], result.text
+
+
+def test_process_of_a_rank_that_fails_ends_no_job() -> None:
+    """A process that a rank has started, with its environment and descriptors, is no rank."""
+    program = """
+import os, subprocess, sys
+child = "import butter_mpi; raise OSError"
+assert subprocess.run([sys.executable, "-c", child], close_fds=False, stderr=subprocess.DEVNULL).returncode == 1
+with butter_mpi.init(plane="host") as comm:
+    comm.barrier()
+say("done")
+"""
+    result = run_job(2, HEAD.replace("from mpi4py import MPI", "").replace(RANKS, "") + program, timeout=30)
+    assert result.rc == 0 and result.rank_out == ["done\n"] * 2, result.text
+
+
+@every_launcher
+def test_rank_that_fails_where_nobody_waits(mpi: str) -> None:
+    """What it tells is taken by nobody, and disturbs nobody."""
+    program = "if RANK == 1:\n    sys.exit(3)\nsay('done')"
+    result = run_job(2, HEAD + program, mpi=mpi, timeout=30)
+    assert result.seconds < 10 and "butter_mpi:" not in result.text, result.text
 
 
 def test_close_that_is_interrupted() -> None:

@@ -11,6 +11,7 @@ from matrix.table import (
     BETWEEN,
     BY_STANDIN,
     FAULTS,
+    FULL,
     HOST,
     IN_FLIGHT,
     LAUNCHERS,
@@ -132,6 +133,9 @@ def _recovers(fault: Fault, cell: Cell) -> bool:
     """Say whether ranks can do that: who is lost needs a launcher that spares the others, or MPI's own shrink."""
     launcher = LAUNCHERS[cell.launcher]
     if cell.recovery not in fault.recoveries or (cell.recovery != NOTHING and cell.phase not in RUNNING):
+        return False
+    if cell.phase == FULL and cell.plane in ON_GPU and cell.recovery != NOTHING:
+        # Each operation that NCCL ends takes some milliseconds, and there are a thousand of them.
         return False
     if cell.recovery != SHRINK:
         return True

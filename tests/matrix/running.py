@@ -40,6 +40,12 @@ _AGAIN = 10.0
 """Seconds more for a recovery."""
 _AFTER = 8.0
 """Seconds that what is left of a job gets to end."""
+_TAKE_GPUS = """
+from cuda.bindings import driver
+driver.cuInit(0)
+count = driver.cuDeviceGetCount()[1]
+raise SystemExit(any(int(driver.cuDevicePrimaryCtxRetain(device)[0]) for device in range(count)))
+"""
 # What goes wrong inside the stand-ins: after the start's first operation and two of the scene; the first broadcast.
 _STANDIN_FAULTS = {
     ("background", ""): "1@collective#4=6",
@@ -97,6 +103,8 @@ class Runner:
         limit = _limit(cell)
         env = _environment(cell.plane, faults, gpus) | outside.environment(cell) | more
         given = {"env": env, "rank_env": _rank_environment(cell)}
+        if gpus:
+            _wait_until_usable(env["CUDA_VISIBLE_DEVICES"])
         with self._job(cell.launcher, program, limit, cell.ranks, **given) as (job, file, hosts):
             ends = _Ends(job)
             struck = None if hosts is None else outside.strike(cell, job, hosts)
@@ -144,6 +152,14 @@ class Runner:
             hosts = stack.enter_context(Hosts(ranks)) if how.hosts else None
             start = hosts.start_job if hosts else self._slurm_of_all().start_job if how.slurm else start_job
             yield stack.enter_context(start(ranks, [*program, str(file)], **given)), file, hosts
+
+
+def _wait_until_usable(gpus: str) -> None:
+    """Wait until a process can take each GPU: for seconds after clients were killed at work, MPS takes no new one."""
+    command = [sys.executable, "-c", _TAKE_GPUS]
+    env, end = os.environ | {"CUDA_VISIBLE_DEVICES": gpus}, time.monotonic() + _LIMIT
+    while subprocess.run(command, env=env, timeout=_LIMIT, check=False).returncode and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def _environment(plane: str, faults: str, gpus: Sequence[str] = ()) -> dict[str, str]:

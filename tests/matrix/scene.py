@@ -34,6 +34,7 @@ from matrix.table import (
     COLLECTIVE_DEADLINE,
     ENDING,
     FAULTS,
+    FULL,
     HOST,
     NOTHING,
     ON_GPU,
@@ -226,8 +227,23 @@ class Work:
             time.sleep(0.005)
         raise SystemExit("nothing came")
 
+    def fill(self) -> NoReturn:
+        """Submit more than the stream takes, until an error comes; the driver then holds this thread."""
+        threading.Thread(target=self._say_when_full, daemon=True).start()
+        while True:
+            self.usual()
+
+    def _say_when_full(self) -> None:
+        before = -1
+        while before != self.plane.sequence:
+            before = self.plane.sequence
+            time.sleep(0.3)
+        say("ready")
+
     def wait(self) -> None:
         """Be in the phase, as a survivor."""
+        if PHASE == FULL:
+            self.fill()
         if PHASE in ("python", "foreign"):
             self.usual()
         say("ready")

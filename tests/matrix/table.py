@@ -67,6 +67,7 @@ PHASES = {
     "python": "collective in flight, main thread in Python",
     "wait": "collective in flight, main thread in a wait of ours",
     "foreign": "collective in flight, main thread in cuStreamSynchronize",
+    "full": "collective in flight, main thread inside a later one: its stream is full",
     "mpi": "main thread in all_gather_json (MPI)",
     "group": "inside a group",
     "close": "close(): the others have closed",
@@ -79,7 +80,8 @@ ON = {
     NCCL: tuple(PHASES),
     STRICT: ("idle", "wait", "mpi", "group"),
 } | dict.fromkeys(ON_GPU, tuple(phase for phase in PHASES if phase not in ("join", "exchange")))
-IN_FLIGHT = ("python", "wait", "foreign", "group")
+FULL = "full"
+IN_FLIGHT = ("python", "wait", "foreign", FULL, "group")
 RUNNING = ("idle", *IN_FLIGHT, "mpi")
 BETWEEN = ("idle", "wait", "foreign", "mpi")
 """The phases of cells on several hosts."""
@@ -128,6 +130,8 @@ class Fault:
 
 _ALL = tuple(PHASES)
 _MIDDLE = tuple(phase for phase in PHASES if phase not in ENDING)
+# Where a stream is full its rank has waited for a while, and the bound counts from the begin.
+_WAITS_FROM_READY = tuple(phase for phase in (*IN_FLIGHT, "mpi") if phase != FULL)
 _GPU = (NCCL, STRICT)
 _ALIVE: dict[str, Any] = {"lives": True, "recoveries": _OR_RECONNECT}
 _TWO: dict[str, Any] = {"second": True, "recoveries": (SHRINK,)}
@@ -146,7 +150,7 @@ FAULTS = {
         Fault("other-op", "mismatch", IN_FLIGHT, "another reduction", **_ALIVE),
         Fault("other-root", "mismatch", ("wait", "group"), "another root", **_ALIVE),
         Fault("skip", "mismatch", IN_FLIGHT, "one collective left out, then the next", **_ALIVE),
-        Fault("late", "late", (*IN_FLIGHT, "mpi"), "comes after the deadline of 10 s", **_ALIVE),
+        Fault("late", "late", _WAITS_FROM_READY, "comes after the deadline of 10 s", **_ALIVE),
         Fault("background", "told", IN_FLIGHT, "ncclRemoteError in the background of one rank", planes=_GPU, **_ALIVE),
         Fault("sticky", "told", ("idle", *IN_FLIGHT), "a kernel breaks the CUDA context of one rank", True, _GPU),
         Fault("call", "told", ("unique-id", "nccl-init", *IN_FLIGHT), "a NCCL call fails on one rank", True, _GPU),

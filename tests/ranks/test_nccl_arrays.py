@@ -15,6 +15,7 @@ from cuda.core import Device as CoreDevice
 from helpers.capsule import Exporter
 from helpers.held import Held
 from helpers.memory import PLANE, DeviceArray, DeviceMemory
+from helpers.standin_rank import driver
 from mpi4py import MPI
 
 from butter_mpi import Communicator
@@ -156,6 +157,84 @@ def test_buffers_of_cuda_core(comm: Communicator, memory: DeviceMemory, device: 
     assert comm.sequence == 1 and comm.is_healthy()
 
 
+def test_buffer_of_page_locked_memory(comm: Communicator, memory: DeviceMemory, device: Device) -> None:
+    """A buffer of cuda.core that the host has too is no device memory, whichever buffers were taken before."""
+    CoreDevice(device.ordinal).set_current()
+    own = DeviceArray(memory, np.full(8, RANK + 1, np.int8))
+    comm.all_reduce(Buffer.from_handle(own.pointer, 8, owner=own), stream=memory.stream)
+    host = int(device.call("cuMemHostAlloc", 64, 0))
+    with pytest.raises(TypeError, match=r"sendbuf \(cuda\.core.*Buffer\) is not in device memory"):
+        comm.all_reduce(Buffer.from_handle(host, 64), stream=memory.stream)
+    device.call("cuMemFreeHost", host)
+    assert comm.sequence == 1 and (own.get() == TOTAL).all()
+
+
+def test_array_that_changes_between_calls(comm: Communicator, memory: DeviceMemory) -> None:
+    """Each call looks at the array as it is then: elsewhere, longer, of another type; or strided, and refused."""
+    array = DeviceArray(memory, np.full(4, RANK + 1, np.float32), stream=memory.stream)
+    comm.all_reduce(array)
+    for content in (np.full(4, RANK + 1, np.float32), np.full((2, 5), RANK + 1, np.float32), np.full(3, RANK + 1)):
+        other = DeviceArray(memory, content, stream=memory.stream)
+        array.__cuda_array_interface__, array.dtype = other.__cuda_array_interface__, other.dtype
+        comm.all_reduce(array)
+        assert (other.get() == TOTAL).all()
+    assert (array._memory.get(array.pointer, array._content) == TOTAL).all()
+    array.__cuda_array_interface__ = {**other.__cuda_array_interface__, "strides": (-8,)}
+    with pytest.raises(ValueError, match=r"strides \(-8,\)"):
+        comm.all_reduce(array)
+    assert comm.sequence == 4
+
+
+def test_stream_that_changes_between_calls(
+    comm: Communicator, memory: DeviceMemory, device: Device, array: Callable[..., DeviceArray]
+) -> None:
+    """A stream that was taken before is refused while it is captured, and once it is gone."""
+    stream, own = device.make_stream(), array([RANK + 1])
+    comm.all_reduce(own, stream=stream)
+    device.call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    with pytest.raises(ValueError, match=f"captured into a CUDA graph: {stream:#x} is"):
+        comm.all_reduce(own, stream=stream)
+    device.call("cuGraphDestroy", device.call("cuStreamEndCapture", stream))
+    comm.all_reduce(own, stream=stream)
+    assert own.get() == TOTAL * SIZE
+    device.destroy_stream(stream)
+    with pytest.raises(ValueError, match=f"must be the handle of a CUDA stream; {stream:#x} is none"):
+        comm.all_reduce(own, stream=stream)
+    assert comm.sequence == 2 and comm.is_healthy()
+
+
+def test_context_that_changes_between_calls(
+    comm: Communicator, device: Device, array: Callable[..., DeviceArray]
+) -> None:
+    """Where another context is current by then a call is refused, and that context stays; none is no hindrance."""
+    own = array([RANK + 1])
+    comm.all_reduce(own)
+    other = device.call("cuCtxCreate", None, 0, device._device)
+    with pytest.raises(ValueError, match="is not the primary context of cuda"):
+        comm.all_reduce(own)
+    assert int(device.call("cuCtxGetCurrent")) == int(other)
+    device.call("cuCtxSetCurrent", 0)
+    comm.all_reduce(own)
+    device.make_current()
+    device.call("cuCtxDestroy", other)
+    device.make_current()
+    assert own.get() == TOTAL * SIZE and comm.sequence == 2
+
+
+def test_library_orders_nothing_on_a_captured_stream(comm: Communicator, memory: DeviceMemory, device: Device) -> None:
+    """An array whose library orders its own work is refused on a captured stream before that is asked to."""
+    own = DeviceArray(memory, np.full(9, RANK + 1, np.int8))
+    made = Exporter(own.pointer, (9,), (0, 8), device=(2, device.ordinal), readonly=False)
+    stream = device.make_stream()
+    device.call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    with pytest.raises(ValueError, match="captured into a CUDA graph"):
+        comm.all_reduce(made, stream=stream)
+    assert stream not in made.streams
+    device.call("cuGraphDestroy", device.call("cuStreamEndCapture", stream))
+    comm.all_reduce(made, stream=stream)
+    assert made.streams[-1] == stream and comm.sequence == 1
+
+
 def test_a_stream_must_be_given_where_none_is_known(comm: Communicator, memory: DeviceMemory) -> None:
     """An array that tells of no stream needs one: none is guessed."""
     made = DeviceArray(memory, np.full(4, RANK + 1, np.int32))
@@ -215,13 +294,17 @@ def test_memory_of_another_device(comm: Communicator, array: Callable[..., Devic
 
 
 def test_freed_memory(comm: Communicator, array: Callable[..., DeviceArray], device: Device) -> None:
-    """Memory that went back to the driver is refused, whatever the array still says."""
+    """Memory that went back to the driver is refused, whatever the array still says, and though it was taken before."""
     pointer = device.alloc(64)
     freed = array(np.zeros(4), data=(pointer, False))
+    comm.all_reduce(freed)
+    WORLD.Barrier()
+    while not (comm.is_healthy() and device.ready(freed._memory.stream)):
+        pass
     device.free(pointer)
     with pytest.raises(ValueError, match=r"sendbuf is host memory, or was freed; .* works on memory of cuda"):
         comm.all_reduce(freed)
-    assert comm.sequence == 0 and comm.is_healthy()
+    assert comm.sequence == 1 and comm.is_healthy()
 
 
 def test_sums_of_8_bit_floats_need_the_hardware(

@@ -21,6 +21,7 @@ from butter_mpi.control import Watch
 from butter_mpi.device import Device
 from butter_mpi.errors import CollectiveMismatchError, CommunicatorBrokenError, CUDAError, NCCLError, PeerLostError
 from butter_mpi.planes import graphs
+from butter_mpi.planes.keeping import Keeping
 
 pytestmark = [
     pytest.mark.mpi,
@@ -105,6 +106,21 @@ def test_the_place_of_a_call_is_recorded(comm: Communicator, make: Make, plane: 
     line = test_the_place_of_a_call_is_recorded.__code__.co_firstlineno + 3
     assert first == f"all_reduce #1 (float32 x 4, sum, by a CUDA graph) at ranks/test_nccl_graphs.py:{line}"
     assert plane.last.endswith(f":{line + 2}")
+
+
+def test_streams_that_arrays_name_wait(comm: Communicator, make: Make, device: Device, memory: DeviceMemory) -> None:
+    """Where a plan's array names another stream, later work there comes after each call, made by a graph or not."""
+    named, ordered = memory.stream, device.make_stream()
+    plain, launched = make([1] * 4), make([1] * 4)
+    plans = [
+        comm.plan_all_reduce(data, stream=_Stream(ordered), graph=graph)
+        for data, graph in ((plain, False), (launched, True))
+    ]
+    for plan in plans:
+        with Held(device, ordered):
+            plan()
+            assert not device.ready(named)
+    assert (plain.get() == SIZE).all() and (launched.get() == SIZE).all()
 
 
 def test_a_stream_of_its_own(comm: Communicator, make: Make, device: Device, memory: DeviceMemory) -> None:
@@ -291,16 +307,16 @@ def test_calls_record_no_events(
     given = {"own": None, "object": _Stream, "external": ExternalStream, "handle": int}[where]
     data, records = make([1] * 4), list[int]()
     plan = comm.plan_all_reduce(data, stream=given and given(memory.stream))
-    record = Device.record
+    mark = Keeping.mark
 
-    def noted(self: Device, event: int, on: int) -> None:
-        records.append(on)
-        record(self, event, on)
+    def noted(self: Keeping) -> None:
+        records.append(len(self._unmarked))
+        mark(self)
 
-    monkeypatch.setattr(Device, "record", noted)
+    monkeypatch.setattr(Keeping, "mark", noted)
     for _ in range(5):
         plan()
-    assert len(records) == (0 if where in ("own", "object") else 5)
+    assert records == ([] if where in ("own", "object") else [1] * 5)
     assert (data.get() == SIZE**5).all()
 
 
@@ -372,13 +388,17 @@ def test_a_plan_that_is_dropped_inside_a_group(comm: Communicator, make: Make, p
         comm.all_gather_json(None)
 
 
-def test_a_captured_stream_of_a_dropped_plan(comm: Communicator, make: Make, plane: Any, device: Device) -> None:
+def test_a_captured_stream_of_a_dropped_plan(
+    comm: Communicator, make: Make, device: Device, memory: DeviceMemory
+) -> None:
     """While its stream is captured nothing is put there, and the capture holds; the arrays go afterwards."""
-    stream = device.make_stream()
-    data, other = make([1] * 4), make([1] * 4)
+    other, own = make([1] * 4), memory.stream
+    memory.stream = stream = device.make_stream()
+    data = make([1] * 4)
     plan, gone = comm.plan_all_reduce(data, stream=_Stream(stream)), weakref.ref(data)
     plan()
     assert (data.get() == SIZE).all()
+    memory.stream = own
     device.call("cuStreamBeginCapture", stream, device._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     del plan, data
     gc.collect()

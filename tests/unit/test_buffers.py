@@ -202,6 +202,136 @@ def test_tensors_that_are_refused() -> None:
             device_view(_Tensor(whole, label), "x", writable=True)
 
 
+def test_array_that_changes_between_two_looks() -> None:
+    """What was found out of an array before is not taken for what it says now: where it is, its shape, its type."""
+    array, other = _Shown(), _Shown(typestr="<i8")
+    changes: list[tuple[dict[str, object], tuple[int, int, DType]]] = [
+        ({}, (4096, 4, DType.FLOAT32)),
+        ({"data": (8192, False)}, (8192, 4, DType.FLOAT32)),
+        ({"shape": (2, 3)}, (4096, 6, DType.FLOAT32)),
+        ({"shape": (2, 3), "strides": (12, 4)}, (4096, 6, DType.FLOAT32)),
+        ({"typestr": np.dtype("i8").str}, (4096, 4, DType.INT64)),
+        ({}, (4096, 4, DType.FLOAT32)),
+    ]
+    for interface, wanted in changes:
+        array.__cuda_array_interface__ = _Shown(**interface).__cuda_array_interface__
+        seen = device_view(array, "x", writable=True)
+        assert (seen.pointer, seen.count, seen.dtype) == wanted
+    assert device_view(other, "x", writable=True).dtype is DType.INT64
+    refused: list[tuple[dict[str, object], str]] = [
+        ({"shape": (2, 3), "strides": (4, 8)}, "not C-contiguous"),
+        ({"data": (4096, True)}, "read-only"),
+        ({"data": (0, False)}, "no memory; it was freed"),
+        ({"typestr": f"{FOREIGN}f4"}, "foreign byte order"),
+    ]
+    for interface, text in refused:
+        array.__cuda_array_interface__ = _Shown(**interface).__cuda_array_interface__
+        with pytest.raises(ValueError, match=text):
+            device_view(array, "x", writable=True)
+
+
+class _Cupy:
+    """As much of CuPy as an operation looks at: its arrays by attributes, the interface, and the current stream."""
+
+    def __init__(self, *, names_streams: bool = True) -> None:
+        self.stream, self.interfaces = 64, 0
+        self.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=self.stream))
+        module = self
+
+        class ndarray:  # noqa: N801 - CuPy's name
+            def __init__(self, like: np.ndarray, pointer: int = 4096) -> None:
+                self.like, self.data = like, SimpleNamespace(ptr=pointer)
+
+            size = property(lambda self: self.like.size)
+            dtype = property(lambda self: self.like.dtype)
+            flags = property(lambda self: self.like.flags)
+
+            @property
+            def __cuda_array_interface__(self) -> dict[str, object]:
+                module.interfaces += 1
+                strides = None if self.like.flags.c_contiguous else self.like.strides
+                shown = {"shape": self.like.shape, "typestr": self.like.dtype.str, "strides": strides, "version": 3}
+                named = {"stream": module.stream or 1} if names_streams else {}
+                return {**shown, **named, "data": (self.data.ptr if self.size else 0, False)}
+
+        ndarray.__module__ = "cupy"
+        self.ndarray: Any = ndarray
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> _Cupy:
+    """CuPy as it usually is."""
+    made = _Cupy()
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    return made
+
+
+@given(shapes, st.sampled_from(["int8", "float32", "bool", "complex128"]), st.booleans())
+def test_cupy_arrays_are_read_as_their_interface_says(shape: tuple[int, ...], dtype: str, turned: bool) -> None:
+    """By attributes, without the interface once the class is known, an array is what it would be by the interface."""
+    with pytest.MonkeyPatch.context() as patch:
+        cupy = _Cupy()
+        patch.setitem(sys.modules, "cupy", cupy)
+        like = np.zeros(shape, dtype)
+        array = cupy.ndarray(like.T if turned else like)
+        shown = SimpleNamespace(dtype=array.dtype, __cuda_array_interface__=array.__cuda_array_interface__)
+        device_view(cupy.ndarray(np.zeros(2, np.float32)), "x", writable=True)
+        asked = cupy.interfaces
+        if array.like.flags.c_contiguous:
+            one, other = (device_view(which, "x", writable=True) for which in (array, shown))
+            assert (one.pointer, one.count, one.dtype, one.stream) == (other.pointer, other.count, other.dtype, 64)
+            assert one.owner is array and cupy.interfaces == asked
+        else:
+            with pytest.raises(ValueError, match="not C-contiguous"):
+                device_view(array, "x", writable=True)
+
+
+def test_cupy_array_that_changes_between_two_looks(cupy: _Cupy) -> None:
+    """Each look sees where an array is now, and which stream is current now; what is no more to be had is refused."""
+    array = cupy.ndarray(np.zeros(4, np.float32))
+    assert device_view(array, "x", writable=True).pointer == 4096
+    array.data.ptr, cupy.stream = 8192, 0
+    seen = device_view(array, "x", writable=True)
+    assert (seen.pointer, seen.stream, current_stream(seen)) == (8192, 0, 0)
+    array.like = np.zeros((2, 5), np.int32)
+    seen = device_view(array, "x", writable=True)
+    assert (seen.count, seen.dtype) == (10, DType.INT32)
+    for like, pointer, text in (
+        (np.zeros((4, 4), np.float32)[:, 0], 8192, r"not C-contiguous \(shape \(4,\), strides \(16,\) bytes\)"),
+        (np.zeros(4, f"{FOREIGN}f4"), 8192, "float32 in foreign byte order"),
+        (np.zeros(4, np.longdouble), 8192, "dtype must be one of"),
+        (np.zeros(4, np.float32), 0, "4 elements and no memory; it was freed"),
+    ):
+        array.like, array.data.ptr = like, pointer
+        with pytest.raises(ValueError, match=text):
+            device_view(array, "x", writable=True)
+    array.like = np.zeros((0, 3))
+    assert device_view(array, "x", writable=True).pointer == 0
+
+
+def test_cupy_that_was_told_to_name_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CuPy names no stream an operation is ordered with none of its own; its current one can still be asked."""
+    cupy = _Cupy(names_streams=False)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    array = cupy.ndarray(np.zeros(4, np.float32))
+    for _ in range(2):
+        seen = device_view(array, "x", writable=True)
+        assert seen.stream is None and current_stream(seen) == 64
+
+
+def test_subclass_of_cupys_arrays(cupy: _Cupy) -> None:
+    """What a class of somebody else says by the interface is taken as it says it."""
+
+    class Masked(cupy.ndarray):  # type: ignore[misc,name-defined]
+        @property
+        def __cuda_array_interface__(self) -> dict[str, object]:
+            return {**super().__cuda_array_interface__, "mask": self}
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match="masked"):
+            device_view(Masked(np.zeros(4, np.float32)), "x", writable=True)
+
+
 def test_empty_and_host_arrays_on_the_device() -> None:
     """An array without elements has no pointer; host memory and lists are no device memory."""
     assert device_view(_Shown(shape=(0, 3)), "x", writable=True).pointer == 0

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,9 +47,16 @@ class _Device:
     def destroy_event(self, event: int) -> None:
         self.living.remove(event)
 
-    def record(self, event: int, stream: int) -> None:
+    def recorder(self, event: int, stream: int) -> Callable[[], int]:
+        return lambda: self.record(event, stream)
+
+    def record(self, event: int, stream: int) -> int:
         self.recorded.append((event, stream))
         self.passed.discard(event)
+        return 0
+
+    def check_recorded(self, status: int) -> None:
+        raise CUDAError("no stream", call="cuEventRecord", code=status)
 
     def beside_captures(self) -> contextlib.AbstractContextManager[None]:
         self.looks += 1
@@ -152,9 +160,8 @@ def test_what_cannot_be_marked_is_not_tried_again(device: _Device, monkeypatch: 
     kept, array = Keeping(device), _Array()  # type: ignore[arg-type]
     gone = weakref.ref(array)
 
-    def record(event: int, stream: int) -> None:
-        if stream == 7:
-            raise CUDAError("no stream", call="cuEventRecord", code=400)
+    def record(event: int, stream: int) -> int:
+        return 400 if stream == 7 else 0
 
     monkeypatch.setattr(device, "record", record)
     with pytest.raises(CUDAError):

@@ -70,7 +70,7 @@ struct stream {
   CUstream next;
   CUcontext context;
   unsigned flags;
-  int priority, closing;
+  int priority, closing, pending;
   unsigned long long id;
   work *head, *tail;
   struct mark *last; /* the end of what was enqueued last */

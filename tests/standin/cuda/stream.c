@@ -7,6 +7,8 @@
 #include <stdatomic.h>
 #include <stdio.h>
 
+#define MOST_PENDING 1024 /* what a stream takes before it holds whoever puts more on it */
+
 static CUstream streams;
 static unsigned long long next_id = 1;
 static _Thread_local CUstream per_thread;
@@ -41,6 +43,7 @@ static void carry_out(work *w) {
 
 static void complete(CUstream stream, work *w) {
   stream->head = w->next;
+  stream->pending--;
   if (!stream->head) stream->tail = NULL;
   w->end->done = 1;
   w->end->time = driver_now();
@@ -128,6 +131,7 @@ void stream_push(CUstream stream, standin_work run, standin_work finish, void *a
   if (stream->tail) stream->tail->next = w;
   else stream->head = w;
   stream->tail = w;
+  stream->pending++;
   ORDER_RELEASE(w->order);
   driver_ring();
 }
@@ -146,9 +150,19 @@ static void legacy_order(CUstream stream) {
   }
 }
 
+/* Finds a stream, and waits while it is full; the lock must be held. */
+static CUstream find_room(CUcontext context, CUstream handle) {
+  CUstream stream = stream_find(context, handle);
+  while (stream && stream->pending >= MOST_PENDING && !atomic_load(&driver_broken)) {
+    driver_wait();
+    stream = stream_find(context, handle); /* it may be gone by now */
+  }
+  return stream;
+}
+
 static CUresult submit(CUcontext context, CUstream handle, standin_work run, standin_work finish, void *argument) {
   driver_lock();
-  CUstream stream = stream_find(context, handle);
+  CUstream stream = find_room(context, handle);
   CUresult status = stream ? capture_implicit(context, stream) : CUDA_ERROR_INVALID_HANDLE;
   int capturing = !status && capture_status(stream) != CAPTURE_NONE;
   if (capturing && capture_status(stream) == CAPTURE_INVALIDATED) status = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;

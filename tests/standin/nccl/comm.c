@@ -169,6 +169,8 @@ API ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (comm->world) world_ring(comm);
   comm_settle(comm);
   await_graphs(comm);
+  /* The original needs half a second, in which a call that its stream has let go comes back. */
+  for (int i = 0; i < 500 && atomic_load(&comm->inside); i++) nap();
   log_end(comm, "Abort");
   comm_free(comm);
   return ncclSuccess;

@@ -61,6 +61,7 @@ struct comm {
   _Atomic int stop;        /* ends every wait of this communicator */
   _Atomic int outstanding; /* work on streams, and jobs on threads */
   _Atomic int captured;    /* operations that graphs hold */
+  _Atomic int inside; /* threads that put work on streams */
   int stuck, ring, finalized, revoked, stopped, links[MAX_RANKS];
   unsigned suspects;       /* peers that are gone, a bit each; for the thread that runs operations */
   uint64_t step, turn;

@@ -163,7 +163,13 @@ static ncclResult_t enqueue_bundle(bundle *b) {
 static ncclResult_t launch_bundle(void *argument) {
   bundle *b = argument;
   ncclResult_t result = connect_bundle(b);
-  if (!result) return enqueue_bundle(b);
+  if (!result) {
+    ncclComm_t comm = b->comm; /* the bundle may be done with before the call is */
+    atomic_fetch_add(&comm->inside, 1);
+    result = enqueue_bundle(b);
+    atomic_fetch_sub(&comm->inside, 1);
+    return result;
+  }
   drop_bundle(b);
   return result;
 }
