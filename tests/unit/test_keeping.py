@@ -264,3 +264,22 @@ def test_what_failed_can_be_forgotten(device: Any) -> None:
     device.passed = {1}
     kept.release()
     assert dead(there) and kept.empty
+
+
+def test_a_dropped_plan_beside_an_operation_on_its_way(device: Any) -> None:
+    """What is behind a plan is no mark of the operation that is about to be executed, which stays the newest."""
+    kept, array, other = Keeping(device), _Array(), _Array()
+    lease, gone = kept.lend(7, None, None), weakref.ref(array)
+    kept.keep([(7, (other,))])
+    lease.give_back((array,))
+    del array
+    kept.take_back()
+    kept.mark()
+    assert device.recorded == [(2, 7), (1, 7)] and kept.newest(7) == 1
+    device.passed = {2}
+    kept.release()
+    assert dead(gone) and not kept.empty
+    device.passed = {1, 2}
+    submit(kept, 7, other)
+    kept.release()
+    assert device.recorded[2:] == [(1, 7)] and kept.newest(7) == 1
