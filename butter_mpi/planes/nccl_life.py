@@ -339,10 +339,11 @@ class NcclLife(OnDevice, PeerPlane):
     def _stop_from_outside(self) -> None:
         comm, self._comm = self._comm, None
         if comm is not None:
-            self._stopping.append(abort(self._library, self.device, comm, self._inside, self._left_inside))
             graphs, self._graphs = self._graphs, Graphs()
-            # It waits for that, and frees whoever waits in a launch.
-            self._stopping.append(graphs.end(self.device, self._left_inside, self._launching))
+            if graphs.living or not self._left_inside.none:
+                # The abort waits for that, and frees whoever waits in a launch.
+                self._stopping.append(graphs.end(self.device, self._left_inside, self._launching))
+            self._stopping.append(abort(self._library, self.device, comm, self._inside, self._left_inside))
 
     def _release(self) -> None:
         if self._peer_broke():
