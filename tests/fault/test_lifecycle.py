@@ -326,7 +326,7 @@ def test_rank_that_never_starts(never_started: dict[str, Job], mpi: str) -> None
 
 @every_launcher
 def test_a_communicator_is_left_without_messages(mpi: str) -> None:
-    """What ranks tell one another before a start is taken by it, also where one is ahead, or starts on a part before."""
+    """What ranks tell one another before a start is taken by it, also where some start on a part before."""
     program = """
 part = MPI.COMM_WORLD.Split(0 if RANK < 2 else MPI.UNDEFINED)
 if RANK < 2:
