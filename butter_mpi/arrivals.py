@@ -36,6 +36,9 @@ _EXIT_SECONDS = 0.2
 _LONGEST_TEXT = 500
 _MOST_NAMED = 1000
 _HERE, _ASK, _MISSING, _GONE = "here", "ask", "missing", "gone"
+_STARTS, _ENDS = 0, 1
+"""How far their tags are below the highest one."""
+_KEYS: list[int] = []
 _STEP = "duplicating the communicator"
 _HYDRA = "hydra_pmi_proxy"
 # By rank of all, what those that ended before they came to a start have said.
@@ -84,7 +87,7 @@ def duplicate_once_all_came(
     except Overdue as error:
         error.missing = roll.missing()
         raise
-    roll.end(watch)
+    roll.end()
     return twin
 
 
@@ -110,7 +113,7 @@ def tell_of_the_end(mpi: Any) -> None:
 def _tell_all(mpi: Any, text: str) -> None:
     world = mpi.COMM_WORLD
     with contextlib.suppress(mpi.Exception):
-        post = _Post(world, mpi)
+        post = _Post(world, mpi, _ENDS)
         post.send([rank for rank in range(world.size) if rank != world.rank], _GONE, text=text)
         post.wait(_EXIT_SECONDS)
 
@@ -135,11 +138,11 @@ def _have_the_job_ended(how: str) -> None:
 
 
 class _Post:
-    """Messages on a communicator that is not ours, under its highest tag."""
+    """Messages on a communicator that is not ours, under one of its highest tags: what is for others stays there."""
 
-    def __init__(self, comm: Any, mpi: Any) -> None:
+    def __init__(self, comm: Any, mpi: Any, below: int) -> None:
         self.comm, self._mpi = comm, mpi
-        self._tag = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
+        self._tag = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - below
         self._sends: list[Ticket] = []
 
     def send(self, to: Iterable[int], kind: str, **body: Any) -> None:
@@ -163,16 +166,39 @@ class _Post:
             pause()
 
 
+class _Starts:
+    """What a communicator has seen of starts: how many there were, and who has come to a later one already."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.early: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, comm: Any, mpi: Any) -> _Starts:
+        """Return that of a communicator, which has it as an attribute."""
+        if not _KEYS:
+            _KEYS.append(mpi.Comm.Create_keyval())
+        found = comm.Get_attr(_KEYS[0])
+        if found is None:
+            found = cls()
+            comm.Set_attr(_KEYS[0], found)
+        assert isinstance(found, cls)
+        return found
+
+
 class _Roll:
     """What a rank knows of who has come; rank 0 hears it from each, and the others ask rank 0."""
 
     def __init__(self, comm: Any, mpi: Any, who: str) -> None:
         self._comm, self._who = comm, who
-        self._post = _Post(comm, mpi)
+        self._post = _Post(comm, mpi, _STARTS)
         # Who ends tells it in the communicator of all.
-        self._exits = self._post if comm == mpi.COMM_WORLD else _Post(mpi.COMM_WORLD, mpi)
+        self._exits = _Post(mpi.COMM_WORLD, mpi, _ENDS)
         self._everywhere = mpi.Group.Translate_ranks(comm.group, None, mpi.COMM_WORLD.group)
-        self._here = {comm.rank}
+        self._starts = _Starts.of(comm, mpi)
+        self._starts.count += 1
+        self._number = self._starts.count
+        self._here = {comm.rank, *(rank for rank, number in self._starts.early.items() if number == self._number)}
         self._named: list[int] | None = None
         self._warned = False
 
@@ -180,7 +206,7 @@ class _Roll:
         """Tell rank 0 that this one is there."""
         OUTCOME.came = True
         if self._comm.rank:
-            self._post.send([0], _HERE)
+            self._send([0], _HERE)
 
     def look(self, watch: Watch) -> None:
         """Take what others say.
@@ -207,7 +233,7 @@ class _Roll:
         """Return who has not come; rank 0 tells those who have."""
         if not self._comm.rank:
             self._named = self._absent
-            self._post.send(sorted(self._here - {0}), _MISSING, ranks=self._named)
+            self._send(sorted(self._here - {0}), _MISSING, ranks=self._named)
             self._post.wait(_EXIT_SECONDS)
         elif self._named is None:
             self._ask()
@@ -215,34 +241,37 @@ class _Roll:
             return "rank 0, which knows who is missing, has not come or does not answer"
         return f"{ranks_text(self._named)} {'has' if len(self._named) == 1 else 'have'} not come" if self._named else ""
 
-    def end(self, watch: Watch) -> None:
-        """Take what every rank has sent: nothing stays behind on a communicator that is not ours."""
-        pause = Pause()
-        while not self._comm.rank and self._absent:
+    def end(self) -> None:
+        """Take what every rank has sent before it came: nothing stays behind on a communicator that is not ours."""
+        watch, pause = Watch(_ANSWER_SECONDS), Pause()
+        while not self._comm.rank and self._absent and not watch.tick():
             self._take()
-            if watch.tick():
-                raise Overdue(_STEP, watch.elapsed)
             pause()
 
     @property
     def _absent(self) -> list[int]:
         return [rank for rank in range(self._comm.size) if rank not in self._here][:_MOST_NAMED]
 
+    def _send(self, to: Iterable[int], kind: str, **body: Any) -> None:
+        self._post.send(to, kind, start=self._number, **body)
+
     def _ask(self) -> None:
-        self._post.send([0], _ASK)
+        self._send([0], _ASK)
         watch, pause = Watch(_ANSWER_SECONDS), Pause()
         while self._named is None and not watch.tick():
             self._take()
             pause()
 
     def _take(self) -> None:
-        for post in {self._post, self._exits}:
-            for rank, body in post.take():
-                if body["kind"] == _GONE:
-                    _ENDED[rank] = body["text"]
-                elif body["kind"] == _MISSING:
-                    self._named = body["ranks"]
-                else:
-                    self._here.add(rank)
-                    if body["kind"] == _ASK:
-                        self._post.send([rank], _MISSING, ranks=self._absent)
+        for rank, body in self._exits.take():
+            _ENDED[rank] = body["text"]
+        for rank, body in self._post.take():
+            if body["start"] > self._number:
+                # It has left this start, by an error of its own.
+                self._starts.early[rank] = body["start"]
+            elif body["kind"] == _MISSING:
+                self._named = body["ranks"]
+            elif body["start"] == self._number:
+                self._here.add(rank)
+                if body["kind"] == _ASK:
+                    self._send([rank], _MISSING, ranks=self._absent)

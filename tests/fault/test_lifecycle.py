@@ -324,6 +324,24 @@ def test_rank_that_never_starts(never_started: dict[str, Job], mpi: str) -> None
     assert step in result.rank_err[0], result.text
 
 
+@every_launcher
+def test_a_communicator_is_left_without_messages(mpi: str) -> None:
+    """What ranks tell one another before a start is taken by it, also where some start on a part before."""
+    program = """
+part = MPI.COMM_WORLD.Split(0 if RANK < 2 else MPI.UNDEFINED)
+if RANK < 2:
+    butter_mpi.init(part, plane="host").close()
+for _ in range(3):
+    start().close()
+MPI.COMM_WORLD.Barrier()
+for comm in [MPI.COMM_WORLD] + [part] * (RANK < 2):
+    assert not comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+say("done")
+"""
+    result = run_job(3, HEAD + program, mpi=mpi, timeout=30)
+    assert result.rc == 0 and result.rank_out == ["done\n"] * 3, result.text
+
+
 @pytest.fixture(scope="module")
 def some_never_started() -> Iterator[dict[str, Job]]:
     """Jobs with two ranks that never come to init, one under each launcher, together."""
