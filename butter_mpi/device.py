@@ -35,7 +35,8 @@ _INVALID_VALUE = 1
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 # The driver says 0 of memory that it does not know.
 _NOT_ON_DEVICE, _DEVICE_MEMORY = (0, 1), 2
-_DESTROYED_CONTEXT, _INVALID_HANDLE = 709, 400
+# What drivers say of a handle whose stream was destroyed.
+_NO_STREAM = (201, 400, 709)
 _IMPLICITLY_CAPTURED, _NOT_CAPTURED = 906, 0
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MOST_PREPARED = 4096
@@ -361,7 +362,7 @@ class Device:
         try:
             self._check("cuStreamGetCtx", asked.contexts[stream]())
         except CUDAError as error:
-            if error.code in (_DESTROYED_CONTEXT, _INVALID_HANDLE):
+            if error.code in _NO_STREAM:
                 raise ValueError(f"stream must be the handle of a CUDA stream; {stream:#x} is none: {error}") from None
             raise
         if asked.context[0] != self._own_context:

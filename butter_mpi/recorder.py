@@ -394,8 +394,8 @@ class Reader:
         if number <= self.floor:
             return None
         first = _PLACES[number % COLLECTIVES] >> 3
-        before, chain = self._words[first + 7], self._words[first + 1]
-        return chain if before == self._words[first + 7] == number else None
+        time, chain = self._words[first], self._words[first + 1]
+        return chain if self._stood(first, time, number) else None
 
     def pair(self, position: int) -> tuple[int, Entry] | None:
         """Return the peer and a send or receive by its position, or ``None`` if it is not there."""
@@ -435,14 +435,20 @@ class Reader:
 
     def _entry(self, at: int, number: int) -> Entry | None:
         first = at // 8
-        before = self._words[first + 7]
-        when = self._floats[first]
+        time, when = self._words[first], self._floats[first]
         chain, signature, count, site, bound, stream = self._words[first + 1 : first + 7].tolist()
-        if not before == self._words[first + 7] == number:
+        if not self._stood(first, time, number):
             return None
         # A rank may write over its own memory: what is no time cannot be told as JSON.
         when = when if isfinite(when) else 0.0
         return Entry(number, when, chain, signature, count, self._site(site), bound / 1e3, stream)
+
+    def _stood(self, first: int, time: int, number: int) -> bool:
+        """Return whether a record was there, of this number and time, while the words between the two were read.
+
+        Who clears it may be stopped anywhere in that: the one end is cleared then, and the other one not yet.
+        """
+        return self._words[first + 7] == number and self._words[first] == time != 0
 
     def _site(self, number: int) -> str:
         at = _SITES_AT + number % SITES * _TEXT

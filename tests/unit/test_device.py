@@ -92,6 +92,17 @@ def test_what_is_a_stream(standin: Standin) -> None:
     assert all("is not the primary context of cuda:0" in said for said in elsewhere), elsewhere
 
 
+@pytest.mark.parametrize("code", [201, 400, 709])
+def test_what_drivers_say_of_a_stream_that_is_gone(standin: Standin, code: int) -> None:
+    """It is no stream, which is no failure of the device; seen: 709 and, with driver 580, 201."""
+    program = """
+    device = Device.of(0)
+    print(json.dumps(refused(lambda: device.check_stream(device.make_stream()))))
+    """
+    said = standin.run(HEAD + textwrap.dedent(program), env=standin.env(faults=f"cuStreamGetCtx={code}"))
+    assert "is none: CUDA driver call cuStreamGetCtx failed with" in said
+
+
 def test_captures_stay_valid(standin: Standin) -> None:
     """A stream in capture, and one that joined it, are refused; the capture goes on."""
     code = """

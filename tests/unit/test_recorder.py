@@ -400,6 +400,19 @@ def test_beat(recorder: Recorder) -> None:
     assert before <= recorder.beat() <= time.monotonic_ns()
 
 
+@pytest.mark.parametrize("cleared", [slice(0, 32), slice(32, 64)], ids=["its begin", "its end"])
+def test_half_a_record_is_none(recorder: Recorder, cleared: slice) -> None:
+    """Who writes over a record clears it first, and may be stopped in the middle of that, from either end."""
+    recorder.write(Operation("all_reduce", 5, DType.FLOAT32, op=ReduceOp.SUM), 1)
+    recorder.write(Operation("send", 7, DType.UINT8, peer=1), 1)
+    reader, at = Reader(recorder.fd), 64
+    assert reader.collective(1) and reader.pair(1) and reader.chain(1) is not None
+    for begin in (at, COLLECTIVES * 64 + at):
+        part = slice(begin + cleared.start, begin + cleared.stop)
+        recorder._map[part] = bytes(32)
+    assert (reader.collective(1), reader.pair(1), reader.chain(1)) == (None, None, None)
+
+
 # -- another process -------------------------------------------------------------------------------------------------
 
 WRITER = """
