@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,11 @@ def _layout(said: tuple[Any, ...], name: object) -> tuple[int, DType]:
 
 def _count(shape: tuple[int, ...], dtype: DType, name: object) -> int:
     """Return the number of elements; what an array says of its shape is taken for true only where it can be."""
-    count = math.prod(shape)
+    try:
+        # What is no Python int (4.0, say) can be equal to one, and would be found under its key.
+        count = math.prod(map(operator.index, shape))
+    except TypeError:
+        raise TypeError(f"{name} says of itself that its shape is {shape!r}; it must be a tuple of ints") from None
     if not 0 <= count * dtype.itemsize <= _MOST_BYTES or (len(shape) > 1 and min(shape) < 0):
         raise ValueError(
             f"{name} says of itself that its shape is {shape} of {dtype.label}; extents must be 0 or more, and all of "

@@ -281,9 +281,15 @@ def _let_end(number: signal.Signals) -> None:
 
 
 def uncaught() -> BaseException | None:
-    """Return the exception that ends this process; an interactive one shows exceptions and goes on."""
+    """Return the exception that ends this process; an interactive one shows exceptions and goes on.
+
+    One that others have shown there (pytest does so with a test that fails) has been caught inside the program: it has
+    not left the outermost frame.
+    """
     error = getattr(sys, "last_value", None)
     if error is None or hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    if error.__traceback__ is not None and error.__traceback__.tb_frame.f_back is not None:
         return None
     files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
     return None if files & {"<input>", "<console>"} else error

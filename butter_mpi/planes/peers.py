@@ -39,13 +39,19 @@ Task = Generator[bool, None, None]
 
 def sweep() -> None:
     """Free the communicators of closed planes whose every rank has said goodbye."""
-    for entry in list(_RETIRING):
+    for _ in range(len(_RETIRING)):
+        # Taken out first: another thread may sweep too, and what is freed must not be asked.
+        try:
+            entry = _RETIRING.pop(0)
+        except IndexError:
+            return
         control, others = entry
         if control.settled():
-            _RETIRING.remove(entry)
             control.free()
             for comm in others:
                 comm.Free()
+        else:
+            _RETIRING.append(entry)
 
 
 def _whereabouts() -> str:

@@ -450,6 +450,82 @@ def test_rank_that_fails_where_nobody_waits(mpi: str) -> None:
     assert result.seconds < 10 and "butter_mpi:" not in result.text, result.text
 
 
+CAUGHT = "try:\n        sys.exit(2)\n    except SystemExit:\n        pass"
+
+
+@pytest.mark.parametrize("caught", [CAUGHT, "threading.Thread(target=sys.exit, args=[2]).start()"])
+def test_exit_that_ends_nothing(caught: str) -> None:
+    """A rank that caught a SystemExit, or had one end a thread, has ended well, and tells nobody anything."""
+    program = f"""
+import butter_mpi.outcome
+if RANK == 1:
+    {caught}
+    MPI.COMM_WORLD.send("last", 0)
+else:
+    MPI.COMM_WORLD.recv()
+    # Long enough for the other one to have left Python.
+    time.sleep(1)
+    assert not MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+    say("done")
+"""
+    result = run_job(2, HEAD + program, timeout=20)
+    assert result.rc == 0 and result.rank_out[0] == "done\n", result.text
+
+
+def test_test_that_is_expected_to_fail_ends_no_job(tmp_path: Path) -> None:
+    """Pytest shows the exception of its last test as one that ended the program, and has caught it."""
+    (tmp_path / "test_it.py").write_text("""
+import os, time
+import butter_mpi, pytest
+
+@pytest.mark.xfail
+def test_it():
+    if os.environ["PMI_RANK"] == "1":
+        time.sleep(1)
+        print("came to its end", flush=True)
+    raise OSError
+""")
+    arguments = ["-m", "pytest", "-s", "-p", "no:cacheprovider", "test_it.py"]
+    result = run_job(2, arguments, cwd=tmp_path, timeout=30)
+    assert result.rc == 0 and "came to its end" in result.rank_out[1], result.text
+
+
+def test_start_of_survivors_that_mpi_has_put_together() -> None:
+    """Where a rank that is not of a start is lost, MPI with fault tolerance fails at a look for messages of all."""
+    program = """
+import os, signal
+if RANK == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    MPI.COMM_WORLD.Barrier()
+except MPI.Exception:
+    pass
+with butter_mpi.init(MPI.COMM_WORLD.Shrink(), plane="host", watch="off") as comm:
+    comm.barrier()
+    say("done")
+    comm.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+    result = run_job(3, HEAD + program, mpi="openmpi", options=["--with-ft", "ulfm"], timeout=30)
+    assert result.rank_out[:2] == ["done\n"] * 2, result.text
+
+
+def test_starts_keep_no_requests() -> None:
+    """A start gives the requests back by which it told that this rank was there."""
+    program = """
+from butter_mpi import control
+start().close()
+before = len(control._OPEN)
+for _ in range(5):
+    start().close()
+assert len(control._OPEN) <= before, (before, len(control._OPEN))
+say("done")
+"""
+    result = run_job(3, HEAD + program, timeout=30)
+    assert result.rc == 0 and result.rank_out == ["done\n"] * 3, result.text
+
+
 def test_close_that_is_interrupted() -> None:
     """An exception in the middle of close() is told like one in an operation: others may wait for what was not done."""
     program = """

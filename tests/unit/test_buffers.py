@@ -202,6 +202,18 @@ def test_tensors_that_are_refused() -> None:
             device_view(_Tensor(whole, label), "x", writable=True)
 
 
+def test_extents_that_are_equal_to_ints() -> None:
+    """They are refused by name, or are ints from then on: what is kept of one array is found for others."""
+    floats, numbers, plain = (
+        SimpleNamespace(__cuda_array_interface__={"shape": (one,), "typestr": "<f8", "data": (8, False), "version": 3})
+        for one in (173.0, np.int64(173), 173)
+    )
+    with pytest.raises(TypeError, match=r"x says of itself that its shape is \(173\.0,\); it must be a tuple of ints"):
+        device_view(floats, "x", writable=False)
+    for one in (numbers, plain):
+        assert type(device_view(one, "x", writable=False).count) is int
+
+
 def test_array_that_changes_between_two_looks() -> None:
     """What was found out of an array before is not taken for what it says now: where it is, its shape, its type."""
     array, other = _Shown(), _Shown(typestr="<i8")
