@@ -450,6 +450,23 @@ def test_rank_that_fails_where_nobody_waits(mpi: str) -> None:
     assert result.seconds < 10 and "butter_mpi:" not in result.text, result.text
 
 
+@every_launcher
+def test_receives_under_any_tag_get_nothing_of_ours(mpi: str) -> None:
+    """Ranks that are in init already put nothing where the program of another one still takes what comes."""
+    program = """
+if RANK == 0:
+    say([MPI.COMM_WORLD.recv(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG) for _ in range(SIZE - 1)])
+else:
+    if RANK == 2:
+        # Long enough for rank 1 to be in the first step of its start.
+        time.sleep(2)
+    MPI.COMM_WORLD.send(RANK, 0, tag=RANK)
+start().close()
+"""
+    result = run_job(3, HEAD + program, mpi=mpi, timeout=30)
+    assert result.rc == 0 and result.rank_out[0] == "[1, 2]\n", result.text
+
+
 CAUGHT = "try:\n        sys.exit(2)\n    except SystemExit:\n        pass"
 
 
