@@ -273,9 +273,12 @@ class _Roll:
             if body["start"] > self._number:
                 # It has left this start, by an error of its own.
                 self._starts.early[rank] = body["start"]
+            elif body["start"] < self._number:
+                # Of a start that this rank has left.
+                continue
             elif body["kind"] == _MISSING:
                 self._named = body["ranks"]
-            elif body["start"] == self._number:
+            else:
                 self._here.add(rank)
                 if body["kind"] == _ASK:
                     self._send([rank], _MISSING, ranks=self._absent)

@@ -368,6 +368,27 @@ def test_who_has_not_come_is_named(some_never_started: dict[str, Job], mpi: str)
     assert "start: has waited 5 s for ranks 1, 3, not come yet" in result.rank_err[0], result.text
 
 
+def test_word_of_a_start_that_was_left() -> None:
+    """What rank 0 says when it gives up a start does not end a later one of a rank that gave up before it."""
+    program = f"""
+def fail(seconds):
+    began = time.monotonic()
+    try:
+        start(start_deadline=seconds)
+    except butter_mpi.StartTimeoutError as error:
+        say(time.monotonic() - began > seconds - 0.1)
+if RANK == 2:
+    {FOR_EVER}
+fail(1 if RANK == 1 else 2)
+if RANK == 1:
+    fail(4)
+    os._exit(1)
+{FOR_EVER}
+"""
+    result = run_job(3, HEAD + program, timeout=30)
+    assert result.rank_out[1] == "True\nTrue\n", result.text
+
+
 def test_first_rank_that_has_not_come() -> None:
     """Nobody else knows who is missing: the others say so."""
     program = f"if RANK == 0:\n    {FOR_EVER}start(start_deadline=1)"
