@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from butter_mpi import cuda, preflight
-from butter_mpi.arrivals import ARRIVAL, duplicate_once_all_came
+from butter_mpi.arrivals import duplicate_once_all_came
 from butter_mpi.buffers import stream_handle
 from butter_mpi.collectives import check_plan
 from butter_mpi.communicator import Communicator
@@ -309,7 +309,7 @@ class _Start(Survivors):
             ) from None
         except StartError as error:
             # A rank is lost, and MPI_Finalize would wait for it.
-            self._lonely = error.phase in (WATCHED, ARRIVAL)
+            self._lonely = error.phase == WATCHED
             raise
         except self._mpi.Exception as error:
             self._lonely = True

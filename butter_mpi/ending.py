@@ -211,8 +211,12 @@ class Ending:
                 self._status = self._status or status
         return unsafe
 
-    def abort_job(self, status: int) -> NoReturn:
-        """End every rank of the job; bounded by an alarm, as MPI_Abort can itself wait in a partition."""
+    def abort_job(self, status: int, mpi: Any = None) -> NoReturn:
+        """End every rank of the job; bounded by an alarm, as MPI_Abort can itself wait in a partition.
+
+        By `mpi`, where no start has brought one.
+        """
+        self._mpi = self._mpi or mpi
         _arm()
         _flush()
         # An aborted MPI leaves them behind.

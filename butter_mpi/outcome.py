@@ -31,9 +31,6 @@ class Outcome:
         self._exit, sys.exit = sys.exit, self._remember
         self.came = False
         """Whether this process came to a start."""
-        # What the last sys.exit of the main thread was given, and the frame that it ends if nobody catches it.
-        self._last_status = 0
-        self._ended: FrameType | None = None
         self._pid = os.getpid()
         atexit.register(self._tell)
         # What the last sys.exit was given, and where each frame stood that it had to leave.
@@ -47,23 +44,14 @@ class Outcome:
 
     def _remember(self, status: str | int | None = None, /) -> NoReturn:
         """Raise what ``sys.exit`` raises."""
-        if sys._current_frames()[_main()] is sys._getframe():
-            *_, self._ended = _stack(sys._getframe())
-            self._last_status = _status_of(status)
-            # Kept only where it is asked for: with frames stays what they hold.
-            if self._outermost is not None:
-                self._said, self._left = status, [(frame, frame.f_lasti) for frame in _stack(sys._getframe(1))]
+        # Kept only where it is asked for: with frames stays what they hold.
+        if self._outermost is not None and sys._current_frames()[_main()] is sys._getframe():
+            self._said, self._left = status, [(frame, frame.f_lasti) for frame in _stack(sys._getframe(1))]
         self._exit(status)
 
-    @property
-    def last_status(self) -> int:
-        """What the last ``sys.exit`` was given, as a status; 0 if it was caught and the program came to its end."""
-        return 0 if self._ended is None or _returned(self._ended) else self._last_status
-
     def _tell(self) -> None:
-        """Tell ranks that may wait in a start of one that has come to none, and ends."""
-        failed = self.last_status or getattr(sys, "last_value", None) is not None
-        if self.came or self._pid != os.getpid() or not failed:
+        """End a job in whose start ranks may wait for this one, which has come to none and ends by an exception."""
+        if self.came or self._pid != os.getpid() or getattr(sys, "last_value", None) is None:
             return
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized():
@@ -73,7 +61,7 @@ class Outcome:
             mpi = None
         else:
             return
-        importlib.import_module("butter_mpi.arrivals").tell_of_the_end(mpi)
+        importlib.import_module("butter_mpi.arrivals").end_before_any_start(mpi)
 
     def status(self) -> int | None:
         """Return the status of the end; ``None``: it is that of a ``SystemExit`` that is not known."""

@@ -85,8 +85,6 @@ class Together:
             self._control = Control(duplicate_once_all_came(mpi.COMM_WORLD, mpi, Watch(seconds), who=self.who), mpi)
         except Overdue as error:
             self._missed(error)
-        except StartError as error:
-            self.abort(REFUSED, str(error))
 
     def _missed(self, error: Overdue) -> NoReturn:
         who = f"{error.missing}. Look there" if error.missing else "Look at the ranks that are missing here"
