@@ -137,7 +137,7 @@ class _Roll:
         self._token = secrets.token_hex(8)
         self._counting: Watch | None = None
         self._here = {comm.rank}
-        self._asked: dict[int, str] = {}
+        self._asked: dict[int, str | None] = {}
         self._named: list[int] | None = None
         self._told: list[int] | None = None
         self._sends: list[Ticket] = []

@@ -89,8 +89,9 @@ def init(
 ) -> Communicator:
     """Start: compare every rank's facts over MPI, then make the communicator; or refuse, the same on every rank.
 
-    All traffic is on duplicates of `comm`, every wait is bounded by the start deadline. What one rank finds wrong by
-    itself, its arguments and variables included, travels in its record, so that no rank waits for another's exception.
+    All traffic is on duplicates of `comm`, but for the question who is missing, which ranks ask once the start deadline
+    is over; every wait is bounded by that. What one rank finds wrong by itself, its arguments and variables included,
+    travels in its record, so that no rank waits for another's exception.
 
     Parameters
     ----------

@@ -408,9 +408,7 @@ start()
 """
     result = run_job(3, HEAD + program, mpi=mpi, timeout=30)
     assert result.rc != 0 and result.seconds < 10 and "OSError: no such data" in result.rank_err[1], result.text
-    told = (
-        f"butter_mpi: rank 1/3 on {socket.gethostname()} ended by OSError: no such data before it came to init; the job"
-    )
+    told = f"butter_mpi: rank 1/3 on {socket.gethostname()} ended by OSError: no such data before it came to init"
     assert told in result.rank_err[1] and result.rank_out[1] == "was here\n", result.text
 
 
