@@ -197,7 +197,7 @@ class Device:
             Another context is current.
         """
         asked = self._asked.questions
-        self._check("cuCtxGetCurrent", asked.get_current())
+        self.check("cuCtxGetCurrent", asked.get_current())
         if not asked.context[0]:
             self.make_current()
         elif asked.context[0] != self._own_context:
@@ -244,13 +244,13 @@ class Device:
 
     def check_recorded(self, status: int) -> None:
         """Raise ``CUDAError`` unless what :meth:`recorder` gave is success."""
-        self._check("cuEventRecord", status)
+        self.check("cuEventRecord", status)
 
     def wait(self, stream: int, event: int) -> None:
         """Let later work on `stream` wait for `event` (``cuStreamWaitEvent``)."""
         status = self._waits[stream, event]()
         if status:
-            self._check("cuStreamWaitEvent", status)
+            self.check("cuStreamWaitEvent", status)
 
     def order(self, earlier: int, later: int, event: int) -> None:
         """Let what comes later on one stream wait for what another one holds now; `event` can be used again."""
@@ -259,7 +259,7 @@ class Device:
             self.check_recorded(status)
         status = self._waits[later, event]()
         if status:
-            self._check("cuStreamWaitEvent", status)
+            self.check("cuStreamWaitEvent", status)
 
     def ready(self, stream: int) -> bool:
         """Return whether a stream's work is done (``cuStreamQuery``)."""
@@ -272,14 +272,11 @@ class Device:
     def _done(self, name: str, status: int) -> bool:
         if status in (_NOT_READY, _CAPTURED_EVENT):
             return False
-        self._check(name, status)
+        self.check(name, status)
         return True
 
     def check(self, name: str, status: int) -> None:
         """Raise ``CUDAError`` unless a call by ctypes succeeded."""
-        self._check(name, status)
-
-    def _check(self, name: str, status: int) -> None:
         if status:
             check(name, self._driver.CUresult(status))
 
@@ -295,7 +292,7 @@ class Device:
             context is current. The stream, and a capture, stay as they are.
         """
         number = self.check_handle(stream)
-        if self._captured(number):
+        if self.is_captured(number):
             self._refuse_captured(number)
         return number
 
@@ -351,7 +348,7 @@ class Device:
                 self._refuse_captured(other)
 
     def _refuse_captured(self, stream: int) -> None:
-        if self._captured(stream):
+        if self.is_captured(stream):
             raise ValueError(
                 f"stream must not be captured into a CUDA graph: {stream:#x} is. A graph that replays an operation "
                 "takes no sequence number, and no other rank could compare it; end the capture first"
@@ -360,7 +357,7 @@ class Device:
     def _refuse_foreign(self, stream: int) -> None:
         asked = self._asked.questions
         try:
-            self._check("cuStreamGetCtx", asked.contexts[stream]())
+            self.check("cuStreamGetCtx", asked.contexts[stream]())
         except CUDAError as error:
             if error.code in _NO_STREAM:
                 raise ValueError(f"stream must be the handle of a CUDA stream; {stream:#x} is none: {error}") from None
@@ -370,14 +367,11 @@ class Device:
 
     def is_captured(self, stream: int) -> bool:
         """Return whether a stream is being captured, or cannot be told beside another capture, which stays valid."""
-        return self._captured(stream)
-
-    def _captured(self, stream: int) -> bool:
         asked = self._asked.questions
         status = asked.captures[stream]()
         if status == _IMPLICITLY_CAPTURED:
             return True
-        self._check("cuStreamIsCapturing", status)
+        self.check("cuStreamIsCapturing", status)
         return asked.capture[0] != _NOT_CAPTURED
 
     def beside_captures(self) -> AbstractContextManager[None]:
@@ -388,7 +382,7 @@ class Device:
         """Exchange this thread's mode for captures with the one there (``cuThreadExchangeStreamCaptureMode``)."""
         status = self._exchange_mode(at)
         if status:
-            self._check("cuThreadExchangeStreamCaptureMode", status)
+            self.check("cuThreadExchangeStreamCaptureMode", status)
 
     def check_context(self, stream: int) -> None:
         """Raise if the context is broken, by a question about a stream that disturbs nothing, captures included.
@@ -399,7 +393,7 @@ class Device:
             Work of this process broke it, perhaps long ago: from then on every call fails.
         """
         self.make_current()
-        self._captured(stream)
+        self.is_captured(stream)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -445,7 +439,7 @@ class Device:
         status = asked.memories[pointer]()
         if status == _INVALID_VALUE:
             return None
-        self._check("cuPointerGetAttributes", status)
+        self.check("cuPointerGetAttributes", status)
         kind, ordinal = asked.memory
         return None if kind in _NOT_ON_DEVICE else ordinal
 

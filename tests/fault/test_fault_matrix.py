@@ -39,7 +39,7 @@ def test_dangerous_pairs_are_there_in_full(choose: Callable[[], list[Cell]]) -> 
     """SIGKILL and SIGSTOP are run in every phase on both planes, also in CI; nothing is chosen twice."""
     chosen = choose()
     found = {(cell.fault, cell.phase, cell.plane) for cell in chosen}
-    only_nccl = {"unique-id", "nccl-init", "python", "foreign"}
+    only_nccl = {"unique-id", "nccl-init", "python", "foreign", "full"}
     for fault, phase in itertools.product(("kill", "stop"), PHASES):
         assert (fault, phase, "nccl") in found
         assert ((fault, phase, "host") in found) == (phase not in only_nccl)
