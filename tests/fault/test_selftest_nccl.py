@@ -196,7 +196,7 @@ SABOTAGE = {
     "order, one bit": ("order", "spoiled('all_reduce', nudge)", {0, 1}),
     "two numbers a collective": ("sequence", "patched('all_reduce', twice)", {0, 1}),
     "strided arrays taken": ("refusals", "patched('broadcast', straight)", {0, 1}),
-    "another stream": ("producer_stream", "patched('_streams', elsewhere, Arguments)", {0, 1}),
+    "another stream": ("producer_stream", "patched('_ordered', elsewhere, Arguments)", {0, 1}),
     "own stream that does not wait": ("producer_stream", "patched('_order', no_order, NcclPlane)", {0, 1}),
     "host that waits": ("producer_stream", "patched('all_reduce', waiting)", {0, 1}),
     "kernel that is not launched": (
@@ -208,7 +208,7 @@ SABOTAGE = {
     "unaligned memory": ("registered", "patched('symmetric_alloc', unaligned, NcclPlane)", {0, 1}),
     "handle taken twice": ("registered", "patched('deregister_buffer', lambda self, handle: None, NcclPlane)", {0, 1}),
     "captured stream taken": ("capture", "taken()", {0, 1}),
-    "capture that is spoiled": ("capture", "patched('_captured', spoiling, Device)", {0, 1}),
+    "capture that is spoiled": ("capture", "patched('is_captured', spoiling, Device)", {0, 1}),
     "operators not compared": ("mismatch", "not_compared('op')", {0, 1}),
 }
 
@@ -239,7 +239,7 @@ def patched(name, value, owner=Communicator):
 @contextlib.contextmanager
 def taken():
     # An event that is captured could not be queried any more.
-    with patched("_captured", lambda self, stream: False, Device):
+    with patched("is_captured", lambda self, stream: False, Device):
         with patched("_add", lambda self, stream, owners: None, Keeping):
             yield
 
@@ -317,7 +317,7 @@ def unaligned(self, nbytes, original=NcclPlane.symmetric_alloc):
     self._memory._blocks[pointer] = self._memory._blocks.pop(pointer - 64)
     return pointer
 
-def spoiling(self, stream, original=Device._captured):
+def spoiling(self, stream, original=Device.is_captured):
     with contextlib.suppress(CUDAError):
         self.call("cuStreamSynchronize", stream)
     return original(self, stream)
