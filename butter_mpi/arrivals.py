@@ -13,12 +13,11 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from butter_mpi.control import Overdue, Pause, Ticket, Watch, duplicate
-from butter_mpi.ending import ENDING, say, uncaught
+from butter_mpi.ending import ENDING, flush, say, uncaught
 from butter_mpi.environment import c_environment
 from butter_mpi.errors import text_of
 from butter_mpi.findings import ranks_text
@@ -119,9 +118,7 @@ def _have_the_job_ended(how: str, host: str) -> None:
         return
     say(f"rank {rank}/{size} on {host} ended by {how} before MPI was started; the job is ended")
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    flush()
     with contextlib.suppress(OSError):
         os.write(int(descriptor), b"cmd=abort exitcode=1\n")
 

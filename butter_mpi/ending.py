@@ -32,7 +32,7 @@ from butter_mpi.recovery import leaves_survivors, started_by
 from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
 from butter_mpi.sentinel import client
 
-__all__ = ["ENDING", "Ending", "say", "uncaught"]
+__all__ = ["ENDING", "Ending", "flush", "say", "uncaught"]
 
 _ABORT_SECONDS = 2
 _LANE_SECONDS = 1.0
@@ -168,7 +168,7 @@ class Ending:
             status = FAILED
         client.finalized()
         logging.shutdown()
-        _flush()
+        flush()
         unlink_mapped()
         os._exit(status)
 
@@ -182,7 +182,7 @@ class Ending:
             f"it ends here, with status {_STATUS}. End such a child with os._exit(status), or start it with "
             "multiprocessing, which does that"
         )
-        _flush()
+        flush()
         os._exit(_STATUS)
 
     def _goodbye(self, how: str) -> bool:
@@ -218,7 +218,7 @@ class Ending:
         """
         self._mpi = self._mpi or mpi
         _arm()
-        _flush()
+        flush()
         # An aborted MPI leaves them behind.
         unlink_mapped()
         _arm()
@@ -254,7 +254,8 @@ def _listen() -> None:
             listen_everywhere()
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Write what Python's own streams still hold, whatever has become of them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -32,7 +32,7 @@ class Outcome:
         self.came = False
         """Whether this process came to a start."""
         self._pid = os.getpid()
-        atexit.register(self._tell)
+        atexit.register(self._leave)
         # What the last sys.exit was given, and where each frame stood that it had to leave.
         self._said: object = None
         self._left: list[tuple[FrameType, int]] = []
@@ -49,7 +49,7 @@ class Outcome:
             self._said, self._left = status, [(frame, frame.f_lasti) for frame in _stack(sys._getframe(1))]
         self._exit(status)
 
-    def _tell(self) -> None:
+    def _leave(self) -> None:
         """End a job in whose start ranks may wait for this one, which has come to none and ends by an exception."""
         if self.came or self._pid != os.getpid() or getattr(sys, "last_value", None) is None:
             return
