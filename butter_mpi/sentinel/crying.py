@@ -8,14 +8,34 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from butter_mpi.sentinel.process import Process
 
-__all__ = ["cry"]
+__all__ = ["cry", "readable"]
 
 _SYS_PIDFD_GETFD = 438  # on every architecture
 _STDERR = 2
+
+
+def readable(ranks: Sequence[Process], ancestors: Sequence[Process]) -> list[Process]:
+    """Order processes by whether what is written to their standard error will be read.
+
+    A pipe takes what a launcher that ends will not read any more, so whoever ends comes after whoever lives; but a
+    rank's pipe is read as long as its parent lives.
+
+    Parameters
+    ----------
+    ranks : sequence of Process
+        Of one node, best first.
+    ancestors : sequence of Process
+        What started them, nearest first.
+    """
+    ending, outliving = [one for one in ranks if one.dead], [one for one in ancestors if not one.dead]
+    living = [one for one in ranks if one not in ending]
+    launched = ending if outliving and outliving[0] is ancestors[0] else []
+    first = [*living, *launched, *outliving]
+    return [*first, *(one for one in (*ending, *ancestors) if one not in first)]
 
 
 def cry(process: Process, text: str) -> bool:

@@ -53,6 +53,11 @@ class Process:
         """Return ``"gone"``, ``"dying"``, ``"stopped"`` (by a signal, not by a debugger) or ``"alive"``."""
         return self.look()[0]
 
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self.state() in ("gone", "dying")
+
     def look(self) -> tuple[str, int]:
         """Return its state, and the processor time that it has had, in clock ticks."""
         fields = self._fields(_SYSTEM_TIME)

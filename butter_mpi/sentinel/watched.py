@@ -17,8 +17,8 @@ from butter_mpi.sentinel.process import Process
 __all__ = ["Rank"]
 
 # A launcher's node daemon; where that is a child of the launcher, this one, and the shell or script that started it and
-# outlives it.
-_ANCESTORS = 3
+# outlives it; and what may stand between them, such as timeout(1) and a script that a rank is started by.
+_ANCESTORS = 5
 _INIT = 1
 _SIGNAL = 0x7F
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
@@ -89,7 +89,7 @@ class Rank:
     @property
     def dead(self) -> bool:
         """Whether its process has ended, or is about to."""
-        return self.process is None or self.process.state() in ("gone", "dying")
+        return self.process is None or self.process.dead
 
     def look(self) -> str:
         """Return the state of its process, and note whether that has had a processor since the last look."""

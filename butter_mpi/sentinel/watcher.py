@@ -30,7 +30,7 @@ from butter_mpi.recorder import Entry, Glance, Reader
 from butter_mpi.segments import unlink_mapped
 from butter_mpi.sentinel import messages
 from butter_mpi.sentinel.across import Across, Standing
-from butter_mpi.sentinel.crying import cry
+from butter_mpi.sentinel.crying import cry, readable
 from butter_mpi.sentinel.elsewhere import Elsewhere
 from butter_mpi.sentinel.facing import Facing
 from butter_mpi.sentinel.judging import (
@@ -425,8 +425,9 @@ class Watcher:
     def _cry(self, text: str, said_by: Rank | None) -> None:
         """Say it on the standard error of a rank that lives; where none does any more, of what started them."""
         ranks = sorted(self._ranks.values(), key=lambda one: (one.gone, one.stopped is not None, one is said_by))
-        for process in [*(rank.process for rank in ranks), *(ranks[0].ancestors if ranks else [])]:
-            if process is not None and cry(process, text):
+        own = [rank.process for rank in ranks if rank.process is not None]
+        for process in readable(own, ranks[0].ancestors if ranks else []):
+            if cry(process, text):
                 return
 
     def _write(self, verdict: Verdict) -> None:

@@ -91,6 +91,7 @@ def start_job(
     unset: Sequence[str] = (),
     timeout: float = 60.0,
     cwd: Path | None = None,
+    script: bool = False,
 ) -> Job:
     """Start ``n`` ranks under ``mpirun``; use the result in a ``with``.
 
@@ -116,11 +117,14 @@ def start_job(
         Seconds for the whole job.
     cwd : path, optional
         Working folder; a fresh one if not given.
+    script : bool
+        A script starts the launcher, and outlives the whole job, as a user's shell does.
     """
     launcher = find_mpi(mpi)
     python = find_mpi(library).python if library else launcher.python
     plan = Plan(n, program, python, env or {}, rank_env or {}, unset, cwd, timeout)
-    return Job([launcher.mpirun, *launcher.options, *options, "-np", str(n)], plan, launcher.env)
+    above = [sys.executable, "-S", "-m", "helpers.outliving"] if script else []
+    return Job([*above, launcher.mpirun, *launcher.options, *options, "-np", str(n)], plan, launcher.env)
 
 
 def run_job(n: int, program: Program, **how: Any) -> JobResult:

@@ -68,6 +68,11 @@ def command_line(pid: int) -> str:
         return "gone"
 
 
+def parent(pid: int) -> int:
+    """Return the process that started a living one."""
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
+
+
 def await_exit(pid: int, timeout: float) -> bool:
     """Wait for the end of a process; False if it goes on."""
     try:

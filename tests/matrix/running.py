@@ -150,6 +150,9 @@ class Runner:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir="/tmp"))
             file = Path(folder) / "verdicts"
             hosts = stack.enter_context(Hosts(ranks)) if how.hosts else None
+            if hosts is None and not how.slurm:
+                # Where a launcher ends every rank, and then itself, before the watcher had a core.
+                given["script"] = True
             start = hosts.start_job if hosts else self._slurm_of_all().start_job if how.slurm else start_job
             yield stack.enter_context(start(ranks, [*program, str(file)], **given)), file, hosts
 

@@ -8,11 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from butter_mpi.sentinel.crying import cry
+from butter_mpi.sentinel.crying import cry, readable
 from butter_mpi.sentinel.process import Process
 from butter_mpi.sentinel.watched import Rank
 
@@ -142,4 +144,32 @@ def test_whom_a_rank_was_started_by() -> None:
         for one in rank.ancestors:
             one.close()
         script.communicate("\n")
-    assert found[1:] == [script.pid, os.getpid()], found
+    assert found[1:3] == [script.pid, os.getpid()], found
+
+
+@pytest.mark.parametrize(
+    ("ending", "order"),
+    [
+        ("", ["rank", "other", "daemon", "launcher", "script"]),
+        ("rank", ["other", "rank", "daemon", "launcher", "script"]),
+        ("rank other", ["rank", "other", "daemon", "launcher", "script"]),
+        ("rank other daemon", ["launcher", "script", "rank", "other", "daemon"]),
+        ("rank other daemon launcher", ["script", "rank", "other", "daemon", "launcher"]),
+        ("daemon launcher", ["rank", "other", "script", "daemon", "launcher"]),
+        ("rank other script", ["rank", "other", "daemon", "launcher", "script"]),
+    ],
+)
+def test_whose_standard_error_will_be_read(ending: str, order: list[str]) -> None:
+    """Whoever lives is first; the pipe of ranks that end is read as long as their parent lives."""
+    stand = {name: Stand(name, name in ending.split()) for name in ("rank", "other", "daemon", "launcher", "script")}
+    ranks, ancestors = [stand["rank"], stand["other"]], [stand["daemon"], stand["launcher"], stand["script"]]
+    found = readable(cast("list[Process]", ranks), cast("list[Process]", ancestors))
+    assert [one.name for one in cast("list[Stand]", found)] == order
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A process by name, which has ended or not."""
+
+    name: str
+    dead: bool
