@@ -263,6 +263,8 @@ class CollectiveMismatchError(CommunicatorBrokenError):
 
     FACTS: ClassVar[dict[str, Any]] = {**CommunicatorBrokenError.FACTS, "records": {}}
     records: dict[int, str]
+    # The key, and the epoch, of a communicator that broke together with this one.
+    _other: tuple[str, int] = ("", 0)
 
 
 class PeerLostError(CommunicatorBrokenError):

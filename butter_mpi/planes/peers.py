@@ -172,6 +172,8 @@ class PeerPlane(Surviving):
         """Refuse every later operation with the first cause; whoever does not know it yet is told."""
         if self._sentinel is not None:
             self._sentinel.mark_broken()
+            # Where a peer tells of it before a watcher does.
+            self._sentinel.break_other({**notice_of(cause), "here": True})
         super().poison(cause)
         self._pass_on()
 

@@ -22,6 +22,7 @@ _LISTEN_EVERY = 0.5
 
 def notice_of(error: errors.CommunicatorBrokenError) -> dict[str, Any]:
     """Return what peers are told of the first cause."""
+    other, epoch = getattr(error, "_other", ("", 0))
     return {
         "error": type(error).__name__,
         "text": error.message,
@@ -31,6 +32,8 @@ def notice_of(error: errors.CommunicatorBrokenError) -> dict[str, Any]:
         "phase": error.phase,
         "elapsed": getattr(error, "elapsed", 0.0),
         "records": {str(rank): text for rank, text in getattr(error, "records", {}).items()},
+        "other": other,
+        "other_epoch": epoch,
     }
 
 
@@ -49,6 +52,8 @@ def error_from(who: str, peer: int, notice: Mapping[str, Any]) -> errors.Communi
     text = notice["text"] if notice.get("here") else told_by(peer, notice["text"])
     # What the watcher says of this very rank begins with its name.
     error: errors.CommunicatorBrokenError = kind(text if text.startswith(who) else f"{who}: {text}", **known)
+    if isinstance(error, errors.CollectiveMismatchError):
+        error._other = notice.get("other", ""), notice.get("other_epoch", 0)
     return error
 
 

@@ -596,21 +596,29 @@ class Sentinel:
                 return
             self.mark_broken()
         # First: whoever raises the one finds the other broken too.
-        for one in list(_OPEN):
-            if one.key == notice.get("other"):
-                one._break_with(notice)
+        self._break_other(notice, epoch)
         with self._lock:
             if epoch == self._epoch and self._on_notice is not None:
                 self._on_notice(notice)
 
-    def _break_with(self, notice: Mapping[str, Any]) -> None:
-        """Take what broke a newer communicator together with this one, whose ranks and numbers are others.
+    def break_other(self, notice: Mapping[str, Any]) -> None:
+        """Break the communicator that a verdict on this one names too, if it names one that stands in this process."""
+        self._break_other(notice, self._epoch)
 
-        That was seen before this one ever broke: whoever has reconnected it meanwhile knows.
+    def _break_other(self, notice: Mapping[str, Any], epoch: int) -> None:
+        for one in list(_OPEN):
+            if one.key == notice.get("other"):
+                one._break_with(notice, self.key, epoch)
+
+    def _break_with(self, notice: Mapping[str, Any], other: str, epoch: int) -> None:
+        """Take what broke another communicator together with this one, whose ranks and numbers are others.
+
+        It names that one, so that whoever is told of this one first, by whomever, breaks both. Whoever has reconnected
+        it since the epoch in which that was seen knows.
         """
-        own = {**notice, "records": {}, "n": None, "operation": "", "other": ""}
-        self._take(own, 0)
-        self._tell(own, 0)
+        own = {**notice, "records": {}, "n": None, "operation": "", "other": other, "other_epoch": epoch}
+        self._take(own, notice["other_epoch"])
+        self._tell(own, notice["other_epoch"])
 
     def mark_broken(self) -> None:
         """Tell the watchers of newer communicators that this one broke or was closed, unless its recorder is gone."""

@@ -40,7 +40,7 @@ class Verdict:
     """What is wrong, for every living rank.
 
     ``error`` is the class that ranks raise, ``lost`` the ranks that are to blame, ``other`` the key of the communicator
-    that breaks with this one, where one does.
+    that breaks with this one, where one does, and ``other_epoch`` the epoch in which it does.
     """
 
     error: str
@@ -52,6 +52,7 @@ class Verdict:
     elapsed: float = 0.0
     phase: str = ""
     other: str = ""
+    other_epoch: int = 0
 
     @classmethod
     def of(cls, notice: Mapping[str, Any]) -> Verdict:
@@ -72,6 +73,8 @@ class Verdict:
                 records={int(one): str(text) for one, text in dict(notice["records"]).items()},
                 elapsed=float(notice["elapsed"]),
                 phase=str(notice["phase"]),
+                other=str(notice.get("other", "")),
+                other_epoch=int(notice.get("other_epoch", 0)),
             )
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a notice: {error!r}") from None
@@ -89,6 +92,7 @@ class Verdict:
             "records": {str(rank): text for rank, text in self.records.items()},
             "here": True,
             "other": self.other,
+            "other_epoch": self.other_epoch,
         }
 
 

@@ -348,7 +348,7 @@ class Watcher:
 
     def _judge_far(self, notice: dict[str, Any], epoch: int) -> None:
         """Keep and tell the verdict of another watcher, as one of this node's."""
-        verdict = replace(Verdict.of(notice), other=str(notice.get("other", "")))
+        verdict = Verdict.of(notice)
         told = {"by": int(notice["by"]), "here": False} if "by" in notice else {}
         if epoch in self._notices:
             return

@@ -407,6 +407,47 @@ def test_two_communicators_in_different_orders(comm: Communicator, more: int) ->
     other.close()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_different_orders_that_a_peer_tells(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is told over MPI of one communicator, before its watcher is heard, finds both broken at once."""
+    other = comm.dup()
+    first, second = (comm, other) if RANK % 2 else (other, comm)
+    if RANK:
+        for one in (comm, other):
+            hear_late(one, first, monkeypatch)
+    comm.barrier()
+    other.barrier()
+    with pytest.raises(CollectiveMismatchError, match="in different orders"):
+        part_ways(first, second, 0)
+    if RANK == 0:
+        # It tells nobody of the second one before they have looked.
+        WORLD.Barrier()
+    for one in (comm, other):
+        with pytest.raises(CollectiveMismatchError, match="in different orders"):
+            one.check_async_error()
+    if RANK:
+        WORLD.Barrier()
+    for one in (comm, other):
+        one.attempt_reconnect()
+        assert total(one) == numbers(list(RANKS))
+    other.close()
+
+
+def hear_late(comm: Communicator, first: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep back what a watcher says until a moment after `first` broke here, or a second, as a busy machine does."""
+    plane: Any = comm.backend
+    sentinel, hear = plane._sentinel, plane._sentinel._hear
+
+    def late(message: dict[str, Any]) -> None:
+        end = time.monotonic() + 1
+        while first._plane.health.cause is None and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        hear(message)
+
+    monkeypatch.setattr(sentinel, "_hear", late)
+
+
 def part_ways(first: Communicator, second: Communicator, more: int) -> None:
     """Use one communicator before the other, and wait for what comes of it."""
     for _ in range(1 + more):
