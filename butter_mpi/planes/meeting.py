@@ -80,23 +80,40 @@ class Meeting:
             matched = self._match(peer, waiting) or matched
         return matched
 
+    def match_rest(self) -> None:
+        """Match what fits of what has come, up to where a peer submitted something else."""
+        for peer in list(self._open):
+            for theirs in list(self._control.inbox[peer]):
+                mine = self._mine(peer, theirs)
+                if mine is None or not _meets(mine, theirs):
+                    break
+                self._met(peer, mine, theirs)
+
     def _match(self, peer: int, waiting: Waiting) -> bool:
         matched = False
         for theirs in list(self._control.inbox[peer]):
-            side = _COUNTERPART.get(_side(theirs), "collective")
-            mine = next((record for record in self._open[peer] if _side(record) == side), None)
+            mine = self._mine(peer, theirs)
             if mine is None and theirs["group"]:
                 continue
             if mine is None or not _meets(mine, theirs):
                 raise self._mismatch(waiting, mine or self._open[peer][0], peer, theirs)
-            self._control.inbox[peer].remove(theirs)
-            self._open[peer] = [record for record in self._open[peer] if record is not mine]
+            self._met(peer, mine, theirs)
             matched = True
-            if not self._open[peer]:
-                del self._open[peer]
+            if peer not in self._open:
                 break
         self._check_deadlock(peer, waiting)
         return matched
+
+    def _mine(self, peer: int, theirs: Record) -> Record | None:
+        """Return what this rank submitted next on the side that a peer's record is for."""
+        side = _COUNTERPART.get(_side(theirs), "collective")
+        return next((record for record in self._open.get(peer, ()) if _side(record) == side), None)
+
+    def _met(self, peer: int, mine: Record, theirs: Record) -> None:
+        self._control.inbox[peer].remove(theirs)
+        self._open[peer] = [record for record in self._open[peer] if record is not mine]
+        if not self._open[peer]:
+            del self._open[peer]
 
     def _check_deadlock(self, peer: int, waiting: Waiting) -> None:
         """Raise where this rank's submission and the peer's whole group each wait for what comes after the other."""

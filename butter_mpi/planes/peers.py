@@ -14,7 +14,7 @@ import numpy.typing as npt
 from butter_mpi.collectives import call_site, control_signature
 from butter_mpi.control import Control, Duplicate, Overdue, Pause, Ticket, Watch, duplicate
 from butter_mpi.detached import Detached
-from butter_mpi.errors import CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
+from butter_mpi.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorBrokenError, PeerLostError
 from butter_mpi.lane import LANE
 from butter_mpi.planes.base import Plane
 from butter_mpi.planes.meeting import Meeting
@@ -33,8 +33,9 @@ _WORD_SECONDS = 0.3
 _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 _PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
 
-Task = Generator[bool, None, None]
-"""A transfer: yields whether it has moved on since the last look."""
+Task = Generator[bool | None, None, None]
+"""A transfer: yields whether it has moved on since the last look; ``None``: not begun, as not all ranks came."""
+_DONE = object()
 
 
 def sweep() -> None:
@@ -210,7 +211,7 @@ class PeerPlane(Surviving):
 
     def _when_met(self, record: dict[str, Any], meeting: Meeting, data: Task) -> Task:
         while not meeting.met(record):
-            yield False
+            yield None
         # Where this rank was stopped others may have given it up, and what is begun with them would never end.
         if self._sentinel is not None:
             grace = Watch(_GRACE)
@@ -227,16 +228,33 @@ class PeerPlane(Surviving):
             while tasks:
                 came = waiting.take()
                 came = meeting.match(waiting) or came
-                steps = [(task, next(task, None)) for task in tasks]
-                tasks = [task for task, step in steps if step is not None]
-                moved = any(step for _, step in steps)
+                steps = [(task, next(task, _DONE)) for task in tasks]
+                tasks = [task for task, step in steps if step is not _DONE]
+                moved = any(step is True for _, step in steps)
                 if moved:
                     waiting.restart()
                 if tasks:
                     waiting.look(record, meeting.missing(), moved or came)
+        except CollectiveMismatchError:
+            self._end_met(tasks, meeting, waiting)
+            raise
         finally:
             for task in tasks:
                 task.close()
+
+    def _end_met(self, tasks: list[Task], meeting: Meeting, waiting: Waiting) -> None:
+        """Bring to their end the operations of a group to which all ranks came, where they differ in another one.
+
+        Some ranks may have begun those, and MPI_Finalize would wait for them; every rank comes here.
+        """
+        grace, pause = Watch(_GRACE), Pause()
+        with contextlib.suppress(self._mpi.Exception):
+            while not grace.tick():
+                waiting.take()
+                meeting.match_rest()
+                if {next(task, None) for task in tasks} <= {None}:
+                    return
+                pause()
 
     def _waiting(self, record: dict[str, Any], limit: float | None, **more: Any) -> Waiting:
         """Return a wait for other ranks, which ends too when this communicator is closed or poisoned meanwhile."""

@@ -13,6 +13,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -200,6 +201,27 @@ def test_groups_that_wait_in_vain_are_told_at_once(comm: Communicator, scene: st
     comm.attempt_reconnect()
     comm.barrier()
     assert not unfinished(), "MPI_Finalize would wait for what this scene gave up"
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs 2 ranks")
+def test_what_met_beside_a_difference_ends(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have begun the first part of what differs in its last one wait for no data at their end."""
+    plane: Any = comm.backend
+    send = plane._control.send
+
+    def slowly(peers: Any, kind: str, body: dict[str, Any]) -> None:
+        # Long enough for the others to begin what they know of.
+        time.sleep(0.2 if kind == "op" and body["last"] else 0)
+        send(peers, kind, body)
+
+    if RANK == 0:
+        monkeypatch.setattr(plane._control, "send", slowly)
+    counts = [2] * (SIZE - 1) + [3 if RANK == 0 else 2]
+    with pytest.raises(CollectiveMismatchError):
+        comm.all_gather_v(np.zeros(2), np.zeros(sum(counts)), counts)
+    assert not unfinished(), "MPI_Finalize would wait for what this one gave up"
+    comm.attempt_reconnect()
+    comm.barrier()
 
 
 def test_values_over_the_control_plane(comm: Communicator) -> None:
