@@ -173,9 +173,10 @@ class PeerPlane(Surviving):
         """Refuse every later operation with the first cause; whoever does not know it yet is told."""
         if self._sentinel is not None:
             self._sentinel.mark_broken()
-            # Where a peer tells of it before a watcher does.
-            self._sentinel.break_other({**notice_of(cause), "here": True})
         super().poison(cause)
+        if self._sentinel is not None:
+            # Where a peer tells of it before a watcher does. The other one breaks this one in turn: it has its cause.
+            self._sentinel.break_other({**notice_of(cause), "here": True})
         self._pass_on()
 
     def close(self, *arguments: Any, **options: Any) -> None:

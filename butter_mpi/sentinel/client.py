@@ -614,9 +614,9 @@ class Sentinel:
         """Take what broke another communicator together with this one, whose ranks and numbers are others.
 
         It names that one, so that whoever is told of this one first, by whomever, breaks both. Whoever has reconnected
-        it since the epoch in which that was seen knows.
+        it since the epoch in which that was seen knows. A rank that told of that one has another number here.
         """
-        own = {**notice, "records": {}, "n": None, "operation": "", "other": other, "other_epoch": epoch}
+        own = {**notice, "records": {}, "n": None, "operation": "", "here": True, "other": other, "other_epoch": epoch}
         self._take(own, notice["other_epoch"])
         self._tell(own, notice["other_epoch"])
 

@@ -22,6 +22,7 @@ from mpi4py import MPI
 from butter_mpi import Communicator
 from butter_mpi.errors import CollectiveMismatchError, CommunicatorClosedError, PeerLostError, PreflightError
 from butter_mpi.lane import LANE
+from butter_mpi.sentinel.judging import Verdict
 
 pytestmark = pytest.mark.mpi
 
@@ -417,19 +418,41 @@ def test_different_orders_that_a_peer_tells(comm: Communicator, monkeypatch: pyt
             hear_late(one, first, monkeypatch)
     comm.barrier()
     other.barrier()
-    with pytest.raises(CollectiveMismatchError, match="in different orders"):
+    with pytest.raises(CollectiveMismatchError, match="in different orders") as caught:
         part_ways(first, second, 0)
     if RANK == 0:
         # It tells nobody of the second one before they have looked.
         WORLD.Barrier()
     for one in (comm, other):
-        with pytest.raises(CollectiveMismatchError, match="in different orders"):
+        with pytest.raises(CollectiveMismatchError, match="in different orders") as again:
             one.check_async_error()
+        if one is first:
+            # The other one, which breaks by it, does not replace what this one knows.
+            assert (str(again.value), again.value.records) == (str(caught.value), caught.value.records)
     if RANK:
         WORLD.Barrier()
     for one in (comm, other):
         one.attempt_reconnect()
         assert total(one) == numbers(list(RANKS))
+    other.close()
+
+
+@needs_peer
+def test_who_told_of_different_orders_has_another_number_elsewhere(comm: Communicator) -> None:
+    """What a rank told of one communicator does not name a rank of the other one, whose numbers are others."""
+    other = comm.split(0, key=-RANK)
+    assert other is not None
+    plane: Any = comm.backend
+    both: Any = other.backend
+    facts = {"other": both._sentinel.key, "other_epoch": 0, "by": 1, "here": False}
+    notice = {**Verdict("CollectiveMismatchError", (), "in different orders").notice(), **facts}
+    if RANK == 0:
+        plane._sentinel._hear({"kind": "notice", "notice": notice, "epoch": 0})
+        with pytest.raises(CollectiveMismatchError, match="told by rank 1: in different orders"):
+            comm.check_async_error()
+        with pytest.raises(CollectiveMismatchError, match=r" on \S+: in different orders"):
+            other.check_async_error()
+    WORLD.Barrier()
     other.close()
 
 
