@@ -313,6 +313,8 @@ class Control:
         self.left: dict[int, dict[str, Any]] = {}
         self.gone: dict[int, dict[str, Any]] = {}
         self.told: dict[int, deque[dict[str, Any]]] = {p: deque() for p in self.peers}
+        # Of each peer that broke, the first collective, send and receive whose data it never began to move.
+        self.given_up: dict[int, dict[str, int]] = {}
         self._moved_on: set[int] = set()
         self._broken: tuple[int, dict[str, Any]] | None = None
         # What MPI itself says of a loss, and since when.
@@ -410,6 +412,7 @@ class Control:
         else:
             if body.get("phase") in ("abort", "exit"):
                 self.gone[peer] = body
+            self.given_up[peer] = body.get("given_up", {})
             self._break(peer, body)
 
     def _break(self, peer: int, body: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from butter_mpi.collectives import describe
+from butter_mpi.collectives import RULES, describe
 from butter_mpi.control import Control, Watch
 from butter_mpi.errors import CollectiveMismatchError
 from butter_mpi.findings import by_value, ranks_text
@@ -53,6 +53,7 @@ class Meeting:
 
     def __init__(self, control: Control, mine: Mapping[int, Sequence[Record]]) -> None:
         self._control = control
+        self._told, self._begun = mine, set[int]()
         self._open = {peer: list(records) for peer, records in mine.items() if records}
         for peer, records in self._open.items():
             for record in records:
@@ -66,6 +67,21 @@ class Meeting:
     def met(self, record: Record) -> bool:
         """Whether every peer that `record` was told to has come to it."""
         return not any(record is waits for records in self._open.values() for waits in records)
+
+    def begin(self, record: Record) -> bool:
+        """Begin to move the data of what every peer has come to; returns false where one has given it up since."""
+        side = _COUNTERPART.get(_side(record), "collective")
+        for peer, first in self._control.given_up.items():
+            concerned = any(record is told for told in self._told.get(peer, ()))
+            if concerned and side in first and record["n"] >= first[side]:
+                return False
+        self._begun.add(id(record))
+        return True
+
+    def not_begun(self, peer: int) -> dict[str, int]:
+        """Return, for each side, the number of the first operation with a peer whose data never began to move."""
+        left = [record for record in self._told.get(peer, ()) if id(record) not in self._begun]
+        return {_side(record): record["n"] for record in reversed(left) if record["kind"] in RULES}
 
     def match(self, waiting: Waiting) -> bool:
         """Match what has come; returns whether anything did.

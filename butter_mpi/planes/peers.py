@@ -34,7 +34,7 @@ _RETIRING: list[tuple[Control, tuple[Any, ...]]] = []
 _PLANES: weakref.WeakSet[PeerPlane] = weakref.WeakSet()
 
 Task = Generator[bool | None, None, None]
-"""A transfer: yields whether it has moved on since the last look; ``None``: not begun, as not all ranks came."""
+"""A transfer: yields whether it has moved on since the last look; ``None``: not begun, as not all ranks are there."""
 _DONE = object()
 
 
@@ -92,6 +92,7 @@ class PeerPlane(Surviving):
     ) -> None:
         self._control, self._data, self._reserve = comms
         self._begun: Duplicate | None = None
+        self._meeting: Meeting | None = None
         self.family = self._data
         self._sentinel, self._on_verdict = sentinel, on_verdict
         self._untold = self._verdict_heard = False
@@ -220,11 +221,13 @@ class PeerPlane(Surviving):
                 yield False
             # What has been heard by now ends this, also where it was heard since the last look.
             yield True
+        while not meeting.begin(record):
+            yield None
         yield from data
 
     def _finish(self, tasks: list[Task], meeting: Meeting, record: dict[str, Any], limit: float | None) -> None:
         """Run tasks side by side until all are done; whatever ends this early, their buffers stay with MPI."""
-        waiting = self._waiting(record, limit)
+        waiting, self._meeting = self._waiting(record, limit), meeting
         try:
             while tasks:
                 came = waiting.take()
@@ -354,7 +357,11 @@ class PeerPlane(Surviving):
     def _send_broken(self, cause: CommunicatorBrokenError) -> None:
         # Best effort: a rank that MPI cannot reach any more needs no notice.
         with contextlib.suppress(self._mpi.Exception):
-            self._control.send(self._control.peers, "broken", notice_of(cause))
+            notice, meeting = notice_of(cause), self._meeting
+            for peer in self._control.peers:
+                # Whoever comes later must not begin what would wait for this one for ever.
+                given_up = {} if meeting is None else meeting.not_begun(peer)
+                self._control.send([peer], "broken", {**notice, "given_up": given_up})
 
     def _failed(self, record: dict[str, Any], error: BaseException) -> CommunicatorBrokenError:
         """Return the error that names the rank, if MPI says of one in a moment that it lost it, or the watcher does."""

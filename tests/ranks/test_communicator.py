@@ -224,6 +224,32 @@ def test_what_met_beside_a_difference_ends(comm: Communicator, monkeypatch: pyte
     comm.barrier()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_who_comes_late_to_a_difference_begins_nothing(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have given up before a rank came is not begun there: it would be waited for for ever."""
+    plane: Any = comm.backend
+    sentinel = plane._sentinel
+    hear, late, looked = sentinel._hear, RANK == SIZE - 1, threading.Event()
+    if late:
+        # It hears of it by its peers alone, as it does without a watcher.
+        monkeypatch.setattr(sentinel, "_hear", lambda message: looked.wait(10) and hear(message))
+        WORLD.Barrier()
+
+    def group() -> None:
+        with comm.group():
+            comm.all_reduce(np.zeros(2))
+            comm.all_reduce(np.zeros(3 if RANK == 0 else 2))
+
+    with pytest.raises(CollectiveMismatchError):
+        group()
+    if not late:
+        WORLD.Barrier()
+    looked.set()
+    assert not unfinished(), "MPI_Finalize would wait for what others gave up"
+    comm.attempt_reconnect()
+    comm.barrier()
+
+
 def test_values_over_the_control_plane(comm: Communicator) -> None:
     """all_gather_json gives every rank's value in order and takes no number."""
     value = {"rank": RANK, "text": "ü" * (RANK + 1), "none": None, "list": [1, 2.5, True]}
