@@ -33,6 +33,8 @@ class Rank:
         The rank.
     pid : int
         Its process.
+    known : dict of int to Process
+        Ancestors of other ranks, by their numbers: each is opened once, as descriptors may be few. It is added to.
 
     Raises
     ------
@@ -40,7 +42,7 @@ class Rank:
         The kernel or its rules do not let this process watch that one.
     """
 
-    def __init__(self, number: int, pid: int) -> None:
+    def __init__(self, number: int, pid: int, known: dict[int, Process]) -> None:
         # Its number changes where ranks go on without others.
         self.number = self.first_number = number
         self.pid = pid
@@ -73,8 +75,9 @@ class Rank:
             with contextlib.suppress(OSError):
                 above = self.process.parent()
                 while len(self.ancestors) < _ANCESTORS and above > _INIT:
-                    self.ancestors.append(Process(above))
-                    above = self.ancestors[-1].parent()
+                    known[above] = one = known.get(above) or Process(above)
+                    self.ancestors.append(one)
+                    above = one.parent()
 
     @property
     def lives(self) -> bool:

@@ -49,6 +49,7 @@ from butter_mpi.sentinel.links import COMPARED, SIDES
 from butter_mpi.sentinel.messages import MOST_OLDER
 from butter_mpi.sentinel.networks import Networks
 from butter_mpi.sentinel.ordering import Orders
+from butter_mpi.sentinel.process import Process
 from butter_mpi.sentinel.recordings import Recordings
 from butter_mpi.sentinel.relay import KINDS, Relay
 from butter_mpi.sentinel.watched import Rank
@@ -96,7 +97,8 @@ class Watcher:
         self._calm: tuple[dict[int, str], dict[int, Glance]] | None = None
         self._looked = time.monotonic()
         self._start_left = float(config["start"])
-        self._ranks = {int(number): Rank(int(number), pid) for number, pid in config["ranks"].items()}
+        known: dict[int, Process] = {}
+        self._ranks = {int(number): Rank(int(number), pid, known) for number, pid in config["ranks"].items()}
         self._descent = Descent.of_facts(config["descent"])
         self._compare_anew()
         self._recordings = Recordings(**config["recordings"], fail=self._cry_of)

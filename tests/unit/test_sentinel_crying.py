@@ -139,8 +139,12 @@ def test_whom_a_rank_was_started_by() -> None:
     nested = "sh -c 'sh -c \"echo \\$\\$; read line\"; true'; true"
     with subprocess.Popen(["sh", "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
-        rank = Rank(0, int(script.stdout.readline()))
+        known: dict[int, Process] = {}
+        pid = int(script.stdout.readline())
+        rank, other = Rank(0, pid, known), Rank(1, pid, known)
         found = [one.pid for one in rank.ancestors]
+        # Descriptors may be few, where a node has many ranks.
+        assert list(map(id, other.ancestors)) == list(map(id, rank.ancestors)), "opened for each rank"
         for one in rank.ancestors:
             one.close()
         script.communicate("\n")

@@ -802,7 +802,7 @@ def test_what_it_costs_while_ranks_submit(node: Callable[..., Node], communicato
 def test_end_whose_status_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older kernels do not tell it: whoever had closed is no lost rank for that, who had not is one."""
     monkeypatch.setattr(Rank, "code", property(lambda _: None))
-    rank = Rank(0, os.getpid())
+    rank = Rank(0, os.getpid(), {})
     assert rank.missing
     rank.closed = True
     assert not rank.missing
