@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from butter_mpi.control import Control, listen_everywhere, retire_all, unfinished
 from butter_mpi.detached import wait_for_all
@@ -27,10 +27,13 @@ from butter_mpi.environment import c_environment
 from butter_mpi.errors import PeerLostError, text_of
 from butter_mpi.lane import LANE
 from butter_mpi.outcome import FAILED, OUTCOME
-from butter_mpi.planes.base import Plane
 from butter_mpi.recovery import leaves_survivors, started_by
 from butter_mpi.segments import OPEN_EVERYWHERE, SEGMENTS, unlink_mapped
 from butter_mpi.sentinel import client
+
+# What ends a job in which this package cannot be imported needs this module, and none that may be what is missing.
+if TYPE_CHECKING:
+    from butter_mpi.planes.base import Plane
 
 __all__ = ["ENDING", "Ending", "flush", "say", "uncaught"]
 

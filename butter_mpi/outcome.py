@@ -11,7 +11,8 @@ import atexit
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +62,12 @@ class Outcome:
             mpi = None
         else:
             return
-        importlib.import_module("butter_mpi.arrivals").end_before_any_start(mpi)
+        try:
+            _arrivals().end_before_any_start(mpi)
+        except Exception:
+            # What is broken here may be what this needs too.
+            if mpi is not None:
+                mpi.COMM_WORLD.Abort(FAILED)
 
     def status(self) -> int | None:
         """Return the status of the end; ``None``: it is that of a ``SystemExit`` that is not known."""
@@ -71,6 +77,15 @@ class Outcome:
         if frame in _stack(sys._current_frames()[_main()]):
             return _status_while_running()
         return _status_of(self._said) if self._left and all(_stayed(*one) for one in self._left) else None
+
+
+def _arrivals() -> Any:
+    """Return that module, also where the import of the package failed, which would fail again."""
+    if "butter_mpi" not in sys.modules:
+        package = ModuleType("butter_mpi")
+        package.__path__ = [os.path.dirname(__file__)]
+        sys.modules["butter_mpi"] = package
+    return importlib.import_module("butter_mpi.arrivals")
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -68,6 +68,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     known = early_config.known_args_namespace
     if any(flag in args for flag in _FLAGS):
         _check_neighbours(hasattr(known, "with_mpi"))
+        _refuse_workers(known)
     try:
         return (yield)
     except BaseException as error:
@@ -87,6 +88,15 @@ def _check_neighbours(provided: bool) -> None:
         )
     if not provided:
         raise pytest.UsageError(f"{' and '.join(_FLAGS)} need pytest-mpi, which is not here: pip install pytest-mpi")
+
+
+def _refuse_workers(options: Any) -> None:
+    """Refuse pytest-xdist's workers: processes that the launcher does not know, and that would take a rank's place."""
+    if getattr(options, "numprocesses", None) or getattr(options, "dist", "no") != "no":
+        raise pytest.UsageError(
+            "pytest-xdist's workers are no ranks: leave -n and --dist out, and start as many ranks as there shall be: "
+            "mpirun -np N python -m pytest --with-mpi"
+        )
 
 
 def _join(config: pytest.Config, options: Any) -> SharedSession | None:

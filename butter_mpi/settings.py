@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -198,8 +199,9 @@ class Settings:
         known = {_PREFIX + f.name.upper() for f in fields(cls)}
         for name in sorted(env):
             if own_variable(name) and name not in known:
-                told = shown(name).strip("'")
-                raise ValueError(f"{told} is not a variable of butter_mpi; known are {', '.join(sorted(known))}")
+                told, meant = shown(name).strip("'"), difflib.get_close_matches(name, sorted(known), 1, 0.85)
+                close = f" (did you mean {meant[0]}?)" if meant else ""
+                raise ValueError(f"{told} is not a variable of butter_mpi{close}; known are {', '.join(sorted(known))}")
         given = {k: v for k, v in arguments.items() if v is not None}
         if fault is not None:
             given |= {f.name: getattr(fault, f.name) for f in fields(fault)}

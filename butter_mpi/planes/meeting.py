@@ -18,6 +18,7 @@ Record = dict[str, Any]
 _COUNTERPART = {"send": "recv", "recv": "send"}
 _GRACE = 0.2
 _SAME = "Every rank must submit the same operations in the same order"
+_PAIR = "A send needs a recv of the same count and dtype on its peer, in the same order"
 _SAME_WAY = (
     "Every rank must do it in the same way: with a kernel of set_add_kernel or without one, by a plan with a graph or "
     "without one, alone or in a group with others"
@@ -148,6 +149,7 @@ class Meeting:
             record = self._record_of(other, own)
             records[other] = describe(record) if record else "nothing yet"
         remedy = _SAME_WAY if _meets({**own, "way": None}, {**theirs, "way": None}) else _SAME
+        remedy = _PAIR if {own["kind"], theirs["kind"]} <= _COUNTERPART.keys() else remedy
         lines = "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in by_value(records.items()).items())
         return CollectiveMismatchError(
             f"{waiting.text(own)}: rank {peer} submitted {records[peer]}. {remedy}\n{lines}",

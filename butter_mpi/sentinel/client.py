@@ -598,8 +598,10 @@ class Sentinel:
         # First: whoever raises the one finds the other broken too.
         self._break_other(notice, epoch)
         with self._lock:
-            if epoch == self._epoch and self._on_notice is not None:
-                self._on_notice(notice)
+            # The thread that listens may be at its end.
+            on_notice = self._on_notice
+            if epoch == self._epoch and on_notice is not None:
+                on_notice(notice)
 
     def break_other(self, notice: Mapping[str, Any]) -> None:
         """Break the communicator that a verdict on this one names too, if it names one that stands in this process."""

@@ -432,6 +432,25 @@ butter_mpi.init(plane="host")
         assert told in result.rank_err[1], result.text
 
 
+@every_launcher
+def test_rank_on_which_the_package_cannot_be_imported(mpi: str) -> None:
+    """An installation that is broken on one node ends the job: the others wait for that rank in MPI_Init."""
+    program = """
+import os, sys
+if (os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) == "1":
+    sys.modules["ml_dtypes"] = None
+import butter_mpi
+butter_mpi.init(plane="host")
+"""
+    result = run_job(3, program, mpi=mpi, timeout=30)
+    assert result.rc != 0 and result.seconds < 10, result.text
+    err = result.rank_err[1]
+    assert err.count("Traceback") == 1 and "import of ml_dtypes halted" in err, result.text
+    if mpi == "mpich":
+        told = f"butter_mpi: rank 1/3 on {socket.gethostname()} ended by ModuleNotFoundError: import of ml_dtypes"
+        assert told in err and "before MPI was started; the job is ended" in err, result.text
+
+
 def test_process_of_a_rank_that_fails_ends_no_job() -> None:
     """A process that a rank has started, with its environment and descriptors, is no rank."""
     program = """

@@ -509,6 +509,23 @@ def test_mpi_pytest_beside_pytest_mpi_is_named(
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("options", [["--numprocesses=2"], ["--dist=load"]])
+def test_workers_of_xdist_are_refused(
+    plain: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, options: list[str]
+) -> None:
+    """Workers are no ranks: one line says how to start those."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "like_xdist.py").write_text(
+        "def pytest_addoption(parser):\n"
+        "    parser.addoption('--numprocesses', dest='numprocesses', type=int)\n"
+        "    parser.addoption('--dist', dest='dist', default='no')\n"
+    )
+    done = plain("--with-mpi", "-p", "like_xdist", *options, path=str(site))
+    assert done.returncode == 4 and done.stderr.startswith("ERROR: pytest-xdist's workers are no ranks"), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_a_missing_pytest_mpi_is_named(plain: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Without pytest-mpi its option gives one line that says what to install."""
     done = plain("--with-mpi", "-p", "no:pytest_mpi", "-p", "no:mpi")

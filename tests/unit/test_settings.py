@@ -24,7 +24,11 @@ def test_arguments_win_over_variables_and_those_over_defaults() -> None:
     ("env", "message"),
     [
         ({"BUTTER_MPI_PLANE": "gpu"}, "BUTTER_MPI_PLANE must be one of auto, nccl, host; got 'gpu'"),
-        ({"BUTTER_MPI_PLAIN": "host"}, "BUTTER_MPI_PLAIN is not a variable of butter_mpi; known are BUTTER_MPI_ACTION"),
+        (
+            {"BUTTER_MPI_PLAIN": "host"},
+            r"BUTTER_MPI_PLAIN is not a variable of butter_mpi \(did you mean BUTTER_MPI_PLANE\?\); known are BUTTER",
+        ),
+        ({"BUTTER_MPI_QQQ": "1"}, "BUTTER_MPI_QQQ is not a variable of butter_mpi; known are BUTTER_MPI_ACTION"),
         ({"BUTTER_MPI_START_DEADLINE": "soon"}, "must be a number of seconds from 1 to 3600; got 'soon'"),
         ({"BUTTER_MPI_START_DEADLINE": "nan"}, "must be a number of seconds from 1 to 3600; got 'nan'"),
         ({"BUTTER_MPI_COLLECTIVE_DEADLINE": "301"}, "must be a number of seconds from 10 to 300; got '301'"),
