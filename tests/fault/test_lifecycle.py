@@ -950,8 +950,8 @@ comm.attempt_reconnect(); comm.barrier(); comm.close(); say("done")
 
 
 @every_launcher
-def test_data_that_a_mismatch_gave_up(mpi: str) -> None:
-    """A send that nobody will receive cannot be taken back: the job is ended, with the reason."""
+def test_data_under_way_at_a_mismatch(mpi: str) -> None:
+    """A send that was begun before its group broke is received all the same, and the job that recovered ends well."""
     program = """
 try:
     with comm.group():
@@ -964,6 +964,27 @@ except butter_mpi.CollectiveMismatchError:
 comm.attempt_reconnect(); comm.barrier(); comm.close(); say("done")
 """
     result = run_job(2, HEAD + DATA_FIRST + program, mpi=mpi, timeout=30)
+    assert result.rc == 0 and result.rank_out == ["caught\ndone\n"] * 2, result.text
+
+
+@every_launcher
+def test_data_that_an_interrupt_gave_up(mpi: str) -> None:
+    """A send that nobody will receive cannot be taken back: the job is ended, with the reason."""
+    program = """
+from butter_mpi.planes.peers import PeerPlane
+comm = start(); comm.barrier()
+other = 1 - RANK
+def interrupted(self, buffer, **kwargs):
+    raise KeyboardInterrupt
+    yield
+PeerPlane._wait_for_receive = interrupted
+try:
+    comm.recv(np.zeros(2**20), other) if RANK else comm.send(np.zeros(2**20), other)
+except (KeyboardInterrupt, butter_mpi.CommunicatorBrokenError):
+    say("caught")
+comm.attempt_reconnect(); comm.barrier(); comm.close(); say("done")
+"""
+    result = run_job(2, HEAD + program, mpi=mpi, timeout=30)
     assert result.rank_out == ["caught\ndone\n"] * 2, result.text
     assert result.rc != 0 and "data of an operation that broke" in result.text, result.text
 
