@@ -149,7 +149,7 @@ def test_what_single_ranks_were_asked_for_wrongly() -> None:
     wrong = [
         ({"BUTTER_MPI_PLANE": "gpu"}, "init: BUTTER_MPI_PLANE must be one of auto, nccl, host; got 'gpu'"),
         ({"BUTTER_MPI_START_DEADLINE": "soon"}, "init: BUTTER_MPI_START_DEADLINE must be a number of seconds"),
-        ({"BUTTER_MPI_PLAIN": "1"}, "init: BUTTER_MPI_PLAIN is not a variable of butter_mpi; known are"),
+        ({"BUTTER_MPI_PLAIN": "1"}, "init: BUTTER_MPI_PLAIN is not a variable of butter_mpi (did you mean BUTTER_"),
         (init(require_transport="IB"), "init: require_transport must be one of P2P, SHM, NET/IB, NET/Socket"),
         (init(plan={"operation": "all_reduce", "count": -1}), "init: plan count must be a number of elements"),
         (init(plan={"operation": "broadcast", "root": 8}), "init: plan root must be a rank, 0 to 7; got 8"),
