@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -56,6 +55,16 @@ def own_variable(name: str) -> bool:
         Whether a start reads it, or refuses it.
     """
     return name.startswith(_PREFIX) and not name.startswith(_OF_TESTS)
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    """Return the message on a variable that there is not."""
+    # Not above: every start would pay for it.
+    import difflib
+
+    told, meant = shown(name).strip("'"), difflib.get_close_matches(name, known, 1, 0.85)
+    close = f" (did you mean {meant[0]}?)" if meant else ""
+    return f"{told} is not a variable of butter_mpi{close}; known are {', '.join(known)}"
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
@@ -199,9 +208,7 @@ class Settings:
         known = {_PREFIX + f.name.upper() for f in fields(cls)}
         for name in sorted(env):
             if own_variable(name) and name not in known:
-                told, meant = shown(name).strip("'"), difflib.get_close_matches(name, sorted(known), 1, 0.85)
-                close = f" (did you mean {meant[0]}?)" if meant else ""
-                raise ValueError(f"{told} is not a variable of butter_mpi{close}; known are {', '.join(sorted(known))}")
+                raise ValueError(_unknown(name, sorted(known)))
         given = {k: v for k, v in arguments.items() if v is not None}
         if fault is not None:
             given |= {f.name: getattr(fault, f.name) for f in fields(fault)}

@@ -596,18 +596,16 @@ class Sentinel:
                 return
             self.mark_broken()
         # First: whoever raises the one finds the other broken too.
-        self._break_other(notice, epoch)
+        self.break_other(notice, epoch)
         with self._lock:
             # The thread that listens may be at its end.
             on_notice = self._on_notice
             if epoch == self._epoch and on_notice is not None:
                 on_notice(notice)
 
-    def break_other(self, notice: Mapping[str, Any]) -> None:
-        """Break the communicator that a verdict on this one names too, if it names one that stands in this process."""
-        self._break_other(notice, self._epoch)
-
-    def _break_other(self, notice: Mapping[str, Any], epoch: int) -> None:
+    def break_other(self, notice: Mapping[str, Any], epoch: int | None = None) -> None:
+        """Break the communicator that a verdict on this one, of its epoch, names too, if it stands in this process."""
+        epoch = self._epoch if epoch is None else epoch
         for one in list(_OPEN):
             if one.key == notice.get("other"):
                 one._break_with(notice, self.key, epoch)

@@ -69,7 +69,7 @@ class Scene:
 def above(job: Job, rank: int) -> list[int]:
     """The daemons of a step above a rank."""
     found, pid = list[int](), job.pid(rank)
-    while (pid := int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])) > 1:
+    while (pid := processes.parent(pid)) > 1:
         if "slurmstepd" in processes.command_line(pid):
             found.append(pid)
     return found
